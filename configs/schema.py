@@ -1,0 +1,245 @@
+"""Every setting of Headrace: its name, type, default, range and meaning.
+
+Invariant: a `Settings` object is valid as a whole. It is frozen; a live change makes a new one (`configs.live`).
+A component is handed its section, never the tree. Fields made with `live()` may change while the run goes on and are read
+at the moment of decision; their scope says from when a change holds.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+
+class Section(BaseModel):
+    """A frozen group of settings that refuses unknown keys, NaN and infinities."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, validate_default=True)
+
+
+class Scope(StrEnum):
+    """From when a live change holds."""
+
+    NEXT_ADMISSION = "next admission"
+    NEXT_STEP = "next step"
+    NEXT_SYNC = "next sync"
+    NEXT_ROLLOUT = "next rollout"
+
+
+def live(default: Any, scope: Scope, *, description: str, **bounds: Any) -> Any:
+    """Declare a field that may change on a running job, from `scope` on."""
+    return Field(default, description=description, json_schema_extra={"live": scope.value}, **bounds)
+
+
+class ModelSettings(Section):
+    source: str = Field(
+        "smollm2-135m-instruct",
+        description="What is trained: `smollm2-135m-instruct` (taken from its package), `tiny-sort` (made and warm-started "
+        "here), a Hugging Face directory, or a hub name.",
+    )
+    dtype: Literal["auto", "float32", "bfloat16"] = Field(
+        "auto",
+        description="Compute type of trainer and engine; masters stay float32. `auto`: bfloat16 where the processor has it.",
+    )
+    cache_dir: Path | None = Field(None, description="Where converted models are kept. Default: the user's cache directory.")
+    warm_start_steps: int = Field(200, ge=0, description="Supervised steps for a model that is made here (`tiny-sort`).")
+    trust_remote_code: bool = Field(False, description="Run code that a hub model brings along.")
+
+
+class DataSettings(Section):
+    source: str = Field(
+        "addition",
+        description="Tasks: `addition`, `sort`, a JSON-lines file (prompt, ground_truth, data_source, extra_info), or a dotted "
+        "path `module:function` returning rows.",
+    )
+    reward: str = Field(
+        "agent_loop.rewards:exact_match",
+        description="Reward: dotted path `module:function` with compute_score(data_source, solution_str, ground_truth, extra_info).",
+    )
+    held_out_fraction: float = Field(0.2, ge=0.0, lt=1.0, description="Share of the tasks kept for evaluation, never trained.")
+    shuffle: bool = Field(True, description="Shuffle each epoch by the run's seed.")
+    num_epochs: int | None = Field(None, ge=1, description="Passes over the tasks; null: as many as the steps need.")
+    max_prompt_tokens: int = Field(1024, ge=1, description="Tasks with a longer prompt are refused at load.")
+
+
+class BusSettings(Section):
+    transport: Literal["zmq"] = Field("zmq", description="How samples and control messages travel.")
+    address: str = Field(
+        "auto",
+        description="Where the trainer listens: `auto` (a socket of this run on this host), `ipc://PATH` or `tcp://HOST:PORT`.",
+    )
+    max_queued_samples: int = Field(512, ge=1, description="Samples on the bus and in the trainer's intake; beyond it offers wait.")
+    max_queued_bytes: int = Field(256 << 20, ge=1 << 16, description="Bytes of such samples.")
+    max_sample_bytes: int = Field(64 << 20, ge=1 << 10, description="A larger sample is refused at the producer.")
+    heartbeat_interval_s: float = Field(1.0, gt=0, description="How often each daemon says what it is doing.")
+    heartbeat_timeout_s: float = Field(20.0, gt=0, description="Silence after which a daemon counts as lost.")
+    connect_timeout_s: float = Field(600.0, gt=0, description="How long a daemon waits for the other one at start or after a loss.")
+    request_timeout_s: float = Field(10.0, gt=0, description="Deadline of one control request.")
+    on_lost: Literal["wait", "fail"] = Field("fail", description="When the other daemon is lost: wait for it, or end with an error.")
+
+
+class WeightSyncSettings(Section):
+    transport: Literal["shared_memory"] = Field("shared_memory", description="How weights travel to the engines.")
+    bucket_bytes: int = Field(4 << 20, ge=1 << 12, description="Size of one of the two buckets that stream the weights.")
+    connect_timeout_s: float = Field(30.0, gt=0, description="Deadline for an engine to open the stream of a round.")
+    bucket_timeout_s: float = Field(30.0, gt=0, description="Deadline for one bucket to be taken.")
+    round_timeout_s: float = Field(120.0, gt=0, description="Deadline of a whole round: announce, stage, commit, confirm.")
+
+
+class EngineSettings(Section):
+    num_engines: int = Field(1, ge=1, description="Inference servers started and supervised here.")
+    urls: tuple[str, ...] = Field((), description="Servers that run already; when given, none is started.")
+    max_model_len: int = Field(2048, ge=8, description="Longest sequence in tokens.")
+    max_num_seqs: int = Field(128, ge=1, description="Sequences that an engine decodes together.")
+    kv_cache_bytes: int = Field(512 << 20, ge=1 << 20, description="Memory of the KV cache on CPU, in bytes.")
+    gpu_memory_utilization: float = Field(0.9, gt=0, le=1, description="Share of a GPU's memory that an engine takes.")
+    start_timeout_s: float = Field(600.0, gt=0, description="Deadline for an engine to answer after it was started.")
+    request_timeout_s: float = Field(300.0, gt=0, description="Deadline of one generation.")
+    max_restarts: int = Field(3, ge=0, description="Times that an engine which died is started again.")
+    extra_args: tuple[str, ...] = Field((), description="More arguments for the vLLM server's command line.")
+
+
+class SamplingSettings(Section):
+    temperature: float = live(1.0, Scope.NEXT_ROLLOUT, gt=0, le=10, description="Sampling temperature of training rollouts.")
+    max_tokens: int = live(64, Scope.NEXT_ROLLOUT, ge=1, description="New tokens of one turn at most.")
+    stop: tuple[str, ...] = Field((), description="Strings, each one token of the model, at which a turn ends.")
+
+
+class RollouterSettings(Section):
+    agent_loop: str = Field("agent_loop.single_turn:SingleTurn", description="Agent loop: dotted path `module:Class`.")
+    max_concurrent_rollouts: int = live(256, Scope.NEXT_ADMISSION, ge=1, description="Rollouts in flight at most.")
+    rollout_timeout_s: float = Field(300.0, gt=0, description="Deadline of one rollout, reward included.")
+    max_attempts: int = Field(3, ge=1, description="Times that a rollout is tried before it is dropped.")
+    max_consecutive_failures: int = Field(64, ge=1, description="Failed rollouts in a row after which the run stops.")
+
+
+class TrainerSettings(Section):
+    policy: Literal["fsdp"] = Field("fsdp", description="How the model is trained.")
+    learning_rate: float = live(1e-5, Scope.NEXT_STEP, ge=0, le=1, description="Peak learning rate of AdamW.")
+    warmup_steps: int = Field(3, ge=0, description="Steps over which the learning rate rises linearly from 0.")
+    weight_decay: float = Field(0.0, ge=0, description="AdamW's decoupled weight decay.")
+    beta1: float = Field(0.9, ge=0, lt=1, description="AdamW's first moment decay.")
+    beta2: float = Field(0.95, ge=0, lt=1, description="AdamW's second moment decay.")
+    max_grad_norm: float = Field(1.0, gt=0, description="Gradients are scaled down to this global norm.")
+    clip_low: float = live(0.2, Scope.NEXT_STEP, gt=0, lt=1, description="Ratio's lower clip: 1 - clip_low.")
+    clip_high: float = live(0.28, Scope.NEXT_STEP, gt=0, description="Ratio's upper clip: 1 + clip_high.")
+    max_importance_weight: float = live(
+        2.0, Scope.NEXT_STEP, ge=1, description="Cap of the importance weight from behavior to proximal policy."
+    )
+    normalize_by_std: bool = Field(True, description="Divide a group's advantages by its standard deviation (GRPO).")
+    max_tokens_per_microbatch: int = Field(4096, ge=16, description="Tokens of one packed forward and backward pass.")
+    num_threads: int | None = Field(None, ge=1, description="Threads of the trainer; null: its share of the cores.")
+
+
+class EvaluationSettings(Section):
+    at_start: bool = Field(True, description="Measure the held-out accuracy of the first version.")
+    at_end: bool = Field(True, description="Measure the held-out accuracy of the last version.")
+    every_versions: int = Field(0, ge=0, description="Measure it each so many versions; 0: never in between.")
+    samples_per_task: int = Field(4, ge=1, description="Samples of each held-out task.")
+    max_tasks: int = Field(64, ge=1, description="Held-out tasks at most.")
+    temperature: float = Field(1.0, ge=0, description="Sampling temperature of evaluation; 0 is greedy.")
+    timeout_s: float = Field(300.0, gt=0, description="Deadline of one evaluation.")
+
+
+class CheckpointSettings(Section):
+    every_steps: int = Field(0, ge=0, description="Save each so many steps; 0: never.")
+    at_end: bool = Field(False, description="Save after the last step.")
+    keep: int = Field(2, ge=1, description="Complete checkpoints kept.")
+    resume: Literal["never", "auto", "must"] = Field(
+        "never", description="Start from the newest complete checkpoint: never, if there is one, or else fail."
+    )
+
+
+class TrackingSettings(Section):
+    backends: tuple[Literal["jsonl", "tensorboard", "wandb"], ...] = Field(
+        ("jsonl", "tensorboard"), description="Where metrics go. wandb is offline unless WANDB_API_KEY is set."
+    )
+    wandb_project: str = Field("headrace", description="Project name at wandb.")
+
+
+class LoggingSettings(Section):
+    level: Literal["debug", "info", "warning", "error"] = Field("info", description="Least severe level that is logged.")
+    format: Literal["auto", "console", "json"] = Field("auto", description="`auto`: console on a terminal, JSON lines otherwise.")
+
+
+class Settings(Section):
+    """The whole tree; depth 2."""
+
+    name: str = Field("run", pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$", description="The run's name.")
+    run_dir: Path = Field(Path("runs/run"), description="Where the run writes logs, metrics and checkpoints.")
+    seed: int = Field(0, ge=0, lt=1 << 31, description="Seed of data order, sampling and initialization.")
+    num_steps: int = Field(100, ge=1, description="Optimizer steps of the run.")
+    group_size: int = Field(8, ge=1, description="Rollouts of one task.")
+    samples_per_step: int = Field(64, ge=1, description="Samples of one optimizer step; a multiple of group_size.")
+    staleness_threshold: float = live(
+        0.5,
+        Scope.NEXT_ADMISSION,
+        ge=0,
+        le=1e6,
+        description="How far generation may run ahead, in sync periods: 0 is synchronous, 1 one period ahead.",
+    )
+    trigger_parameter_sync_step: int = Field(1, ge=1, description="Optimizer steps between two published versions.")
+    max_staleness: int | None = Field(None, ge=0, description="Hard bound on a sample's age in versions; null: none.")
+    on_stale: Literal["drop"] = Field("drop", description="What happens to a sample beyond max_staleness.")
+    partial_rollout: Literal["keep", "recompute", "finish"] = Field(
+        "keep",
+        description="Requests in flight across a weight sync: go on with their KV cache, go on with it recomputed, or finish first.",
+    )
+    model: ModelSettings = ModelSettings()
+    data: DataSettings = DataSettings()
+    bus: BusSettings = BusSettings()
+    weight_sync: WeightSyncSettings = WeightSyncSettings()
+    engine: EngineSettings = EngineSettings()
+    sampling: SamplingSettings = SamplingSettings()
+    rollouter: RollouterSettings = RollouterSettings()
+    trainer: TrainerSettings = TrainerSettings()
+    evaluation: EvaluationSettings = EvaluationSettings()
+    checkpoint: CheckpointSettings = CheckpointSettings()
+    tracking: TrackingSettings = TrackingSettings()
+    logging: LoggingSettings = LoggingSettings()
+
+    @model_validator(mode="after")
+    def _contradictions(self) -> Settings:
+        problems = []
+        if self.samples_per_step % self.group_size:
+            low = max(self.group_size, self.samples_per_step // self.group_size * self.group_size)
+            problems.append(
+                f"samples_per_step={self.samples_per_step} is no multiple of group_size={self.group_size} "
+                f"(nearest: {low} or {(self.samples_per_step // self.group_size + 1) * self.group_size})"
+            )
+        if self.rollouter.max_concurrent_rollouts < self.group_size:
+            problems.append(
+                f"rollouter.max_concurrent_rollouts={self.rollouter.max_concurrent_rollouts} is below "
+                f"group_size={self.group_size}: no group could ever start"
+            )
+        if self.bus.max_queued_samples < self.samples_per_step:
+            problems.append(
+                f"bus.max_queued_samples={self.bus.max_queued_samples} is below samples_per_step={self.samples_per_step}: "
+                "no step could ever fill"
+            )
+        if self.sampling.max_tokens >= self.engine.max_model_len:
+            problems.append(
+                f"sampling.max_tokens={self.sampling.max_tokens} leaves no room for a prompt in "
+                f"engine.max_model_len={self.engine.max_model_len}"
+            )
+        if self.num_steps % self.trigger_parameter_sync_step:
+            problems.append(
+                f"num_steps={self.num_steps} is no multiple of trigger_parameter_sync_step={self.trigger_parameter_sync_step}: "
+                "the last steps would never be published"
+            )
+        if self.bus.heartbeat_timeout_s <= 2 * self.bus.heartbeat_interval_s:
+            problems.append(
+                f"bus.heartbeat_timeout_s={self.bus.heartbeat_timeout_s} must be more than twice "
+                f"bus.heartbeat_interval_s={self.bus.heartbeat_interval_s}"
+            )
+        if problems:
+            raise ValueError("; ".join(problems))
+        return self
+
+    @property
+    def samples_per_period(self) -> int:
+        """K: samples consumed per sync period."""
+        return self.trigger_parameter_sync_step * self.samples_per_step

@@ -1,0 +1,1 @@
+"""Samples, their wire format, staleness arithmetic, the bus, the control channel and the ledger."""

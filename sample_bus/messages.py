@@ -1,0 +1,281 @@
+"""What the daemons tell each other on the control channel.
+
+Retained topics (last value wins, a late joiner gets the current value at once) and requests (asked once, answered once).
+Everything is validated on decode: pydantic, unknown keys refused.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field
+
+
+class Message(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+
+class TrainerState(StrEnum):
+    STARTING = "starting"
+    WAITING = "waiting for samples"
+    TRAINING = "training"
+    PUBLISHING = "publishing"
+    SAVING = "saving a checkpoint"
+    EVALUATING = "waiting for an evaluation"
+    ENDED = "ended"
+
+
+class RollouterState(StrEnum):
+    STARTING = "starting"
+    STARTING_ENGINES = "starting engines"
+    WAITING_FOR_WEIGHTS = "waiting for weights"
+    GENERATING = "generating"
+    AT_LIMIT = "at the staleness limit"
+    SYNCING = "syncing weights"
+    EVALUATING = "evaluating"
+    DRAINING = "draining"
+    ENDED = "ended"
+
+
+class EndReason(StrEnum):
+    FINISHED = "finished"
+    FAILED = "failed"
+    STOPPED = "stopped"
+
+
+# ── retained topics, written by the trainer ──────────────────────────────────────────────────────────────────────────
+
+
+class SettingChange(Message):
+    revision: int
+    key: str
+    old: Any
+    new: Any
+    author: str
+    changed_at: float
+    """Unix seconds."""
+    scope: str
+    """From when it holds (configs.schema.Scope)."""
+
+
+class LiveSettingsState(Message):
+    """Topic `settings`."""
+
+    revision: int
+    values: dict[str, Any]
+    """Dotted key to value, every live setting."""
+    changes: tuple[SettingChange, ...] = ()
+    """The newest changes, oldest first, at most 100."""
+
+
+class Counts(Message):
+    """The trainer's side of the ledger, in samples, since `origin_version`."""
+
+    received: int = 0
+    trained: int = 0
+    dropped: dict[str, int] = Field(default_factory=dict)
+    """Reason to number."""
+    queued: int = 0
+    """Received, neither trained nor dropped."""
+
+
+class StepSummary(Message):
+    """What one optimizer step did."""
+
+    step: int
+    policy_version: int
+    reward_mean: float
+    loss: float
+    grad_norm: float
+    learning_rate: float
+    staleness_mean: float
+    staleness_max: int
+    mismatch_mean_abs: float
+    """Mean |engine logprob - trainer logprob| over trained tokens, in nats."""
+    mismatch_max_abs: float
+    importance_mean: float
+    """Mean of exp(policy - behavior) over trained tokens."""
+    num_samples: int
+    num_tokens: int
+    """Tokens of the batch, prompts included."""
+    num_trained_tokens: int
+    step_time_s: float
+    finished_at: float
+
+
+class TimeShares(Message):
+    """Where the trainer's wall clock went since the first sample was waited for; the shares sum to 1."""
+
+    waiting: float = 0.0
+    training: float = 0.0
+    publishing: float = 0.0
+    saving: float = 0.0
+    other: float = 0.0
+
+
+class EvaluationResult(Message):
+    """Held-out accuracy of one policy version. Also the body of request `evaluation.result`."""
+
+    request_id: int
+    policy_version: int
+    """The version for which it was asked."""
+    accuracy: float
+    """Mean reward over all samples, 0 to 1 for exact-match tasks."""
+    num_samples: int
+    generating_versions: tuple[int, ...]
+    """Versions that sampled tokens of it."""
+    seconds: float
+
+
+class TrainerStatus(Message):
+    """Topic `trainer`."""
+
+    state: TrainerState
+    detail: str = ""
+    """What it waits for, in words."""
+    incarnation: str
+    """Names this process's line of versions."""
+    origin_version: int = 0
+    """v0: the version from which admission counts."""
+    policy_version: int = 0
+    """Newest published version."""
+    step: int = 0
+    num_steps: int = 0
+    model_dir: str | None = None
+    """Where the model stands, once it is prepared; engines start from it."""
+    model_dtype: str | None = None
+    """Compute type of the engines, `float32` or `bfloat16`."""
+    counts: Counts = Counts()
+    shares: TimeShares = TimeShares()
+    last_step: StepSummary | None = None
+    evaluations: tuple[EvaluationResult, ...] = ()
+
+
+class WeightRound(Message):
+    """Topic `round`: the newest published version and how far its transfer is.
+
+    Engines pull (stage) it from `address` while they generate; an engine named in `staged` may commit. Any engine may stage
+    the current version at any time: a late joiner or a restarted one catches up the same way.
+    """
+
+    policy_version: int
+    incarnation: str
+    address: str
+    """Where `weight_sync` serves it."""
+    manifest_digest: str
+    """Digest over names, shapes, dtypes and checksums of all tensors (hex)."""
+    num_tensors: int
+    total_bytes: int
+    announced_at: float
+    """Unix seconds."""
+    staged: dict[str, str] = Field(default_factory=dict)
+    """Engine name to the nonce of its newest completed staging."""
+    failed: dict[str, str] = Field(default_factory=dict)
+    """Nonce to why that staging failed."""
+
+
+class EvaluationRequest(Message):
+    """Topic `evaluate`: the newest evaluation asked for."""
+
+    request_id: int
+    policy_version: int
+
+
+class EndOfRun(Message):
+    """Topic `end`: set once, when the run is over."""
+
+    reason: EndReason
+    message: str = ""
+
+
+# ── retained topics, written by the rollouter ────────────────────────────────────────────────────────────────────────
+
+
+class EngineStatus(Message):
+    name: str
+    state: str
+    policy_version: int | None
+    num_running: int = 0
+    last_pause_ms: float | None = None
+    """Pause of generation in the last sync."""
+
+
+class RolloutCounts(Message):
+    """The rollouter's side of the ledger, in rollouts (= samples for single-turn loops)."""
+
+    admitted: int = 0
+    offered: int = 0
+    """Samples that the bus took."""
+    failed: dict[str, int] = Field(default_factory=dict)
+    """Rollouts given up, by reason."""
+    retried: int = 0
+    in_flight: int = 0
+    """Admitted, neither offered nor failed."""
+
+
+class RollouterStatus(Message):
+    """Topic `rollouter`."""
+
+    state: RollouterState
+    detail: str = ""
+    policy_version: int | None = None
+    """Version that all serving engines hold."""
+    settings_revision: int = 0
+    """Revision of the live settings in force here."""
+    counts: RolloutCounts = RolloutCounts()
+    engines: tuple[EngineStatus, ...] = ()
+    generated_tokens: int = 0
+    generated_tokens_per_s: float = 0.0
+    """Over the last 10 s."""
+
+
+# ── requests to the trainer ──────────────────────────────────────────────────────────────────────────────────────────
+
+
+class ChangeSettings(Message):
+    """Request `settings.set`: all or nothing."""
+
+    values: dict[str, Any]
+    author: str
+    expected_revision: int | None = None
+    """Refused if the revision has moved; None: no check."""
+
+
+class SettingsChanged(Message):
+    """Reply to `settings.set`."""
+
+    revision: int
+    changes: tuple[SettingChange, ...]
+
+
+class RoundResult(Message):
+    """Request `round.result`: how a round ended on one engine."""
+
+    policy_version: int
+    engine: str
+    committed: bool
+    manifest_digest: str = ""
+    """What the engine computed over the bytes it loaded."""
+    pause_ms: float = 0.0
+    stage_ms: float = 0.0
+    message: str = ""
+    """Why it failed."""
+
+
+class RolloutDropped(Message):
+    """Request `rollout.failed`: a seat that will never bring a sample."""
+
+    group_id: str
+    seat: int
+    reason: str
+
+
+class Failed(Message):
+    """Request `run.failed`: the rollouter cannot go on."""
+
+    message: str
+
+
+class Accepted(Message):
+    """Reply that carries nothing."""

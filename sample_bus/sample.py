@@ -1,0 +1,141 @@
+"""The unit on the bus: one trainable token sequence cut from a rollout.
+
+Invariant: a `Sample` is internally consistent. Every per-token array has the length of `tokens`; the version runs cover exactly
+the sequence; masked positions carry logprob 0.0; all numbers are finite. `validate` is called by the producer before an offer
+and by the decoder after one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from sample_bus.errors import WireError
+
+NO_VERSION = -1
+
+
+class StopReason(StrEnum):
+    """Why the last turn ended."""
+
+    STOP = "stop"
+    LENGTH = "length"
+
+
+class SampleId(NamedTuple):
+    """Identity on the bus: dense `seq` per (producer, epoch). A producer's new process starts a new epoch."""
+
+    producer: str
+    epoch: int
+    seq: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Sample:
+    """One sequence of T tokens: prompt and replies, with what training needs."""
+
+    task_id: str
+    """Which task, stable over epochs and restarts."""
+    group_id: str
+    """The group of sibling rollouts: task and issue number."""
+    rollout_id: str
+    """One agent loop on one task."""
+    attempt: int
+    """Number of the try, from 0."""
+    seat: int
+    """Place in the group, 0 … group_size - 1."""
+    group_size: int
+    data_source: str
+    """Where the task came from."""
+    tokens: npt.NDArray[np.int32]
+    """[T] token ids, prompt first."""
+    loss_mask: npt.NDArray[np.uint8]
+    """[T] 1 where the token was sampled by the policy and is trained, else 0."""
+    behavior_logprobs: npt.NDArray[np.float32]
+    """[T] log-probability (nats) under the weights that sampled the token, after temperature; 0.0 where the mask is 0."""
+    version_starts: npt.NDArray[np.int32]
+    """[R] first token of each run of equal policy version; begins with 0, rising."""
+    versions: npt.NDArray[np.int32]
+    """[R] policy version of each run; NO_VERSION for tokens that no policy sampled (prompt, tool output)."""
+    reward: float
+    temperature: float
+    """Sampling temperature of the trained tokens."""
+    stop_reason: StopReason
+    num_turns: int
+    settings_revision: int
+    """Revision of the live settings under which the rollout was admitted."""
+    incarnation: str
+    """The trainer's incarnation whose versions these are."""
+    produced_at: float
+    """Unix time in seconds at which the rollout ended."""
+
+    @property
+    def num_tokens(self) -> int:
+        return int(self.tokens.shape[0])
+
+    @property
+    def num_trained_tokens(self) -> int:
+        return int(self.loss_mask.sum())
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the arrays."""
+        return sum(a.nbytes for a in (self.tokens, self.loss_mask, self.behavior_logprobs, self.version_starts, self.versions))
+
+    def token_versions(self) -> npt.NDArray[np.int32]:
+        """[T] int32 policy version of each token, expanded from the runs."""
+        ends = np.append(self.version_starts[1:], self.num_tokens)
+        return np.repeat(self.versions, ends - self.version_starts)
+
+    @property
+    def oldest_version(self) -> int:
+        """The oldest policy version that sampled a trained token; NO_VERSION if none did."""
+        sampled = self.versions[self.versions != NO_VERSION]
+        return int(sampled.min()) if sampled.size else NO_VERSION
+
+    def validate(self) -> None:
+        """Raise WireError naming the first field that is inconsistent."""
+        length = self.num_tokens
+        if self.tokens.ndim != 1 or length == 0:
+            raise WireError(f"tokens: got shape {self.tokens.shape}, expected [T] with T >= 1 (rollout {self.rollout_id})")
+        for name, dtype in (("tokens", np.int32), ("loss_mask", np.uint8), ("behavior_logprobs", np.float32)):
+            array = getattr(self, name)
+            if array.dtype != dtype or array.shape != (length,):
+                raise WireError(
+                    f"{name}: got {array.dtype}{list(array.shape)}, expected {np.dtype(dtype)}[{length}] (rollout {self.rollout_id})"
+                )
+        for name in ("version_starts", "versions"):
+            array = getattr(self, name)
+            if array.dtype != np.int32 or array.ndim != 1 or array.size != self.versions.size or array.size == 0:
+                raise WireError(f"{name}: got {array.dtype}{list(array.shape)}, expected int32[R] (rollout {self.rollout_id})")
+        starts = self.version_starts
+        if starts[0] != 0 or starts[-1] >= length or (np.diff(starts) <= 0).any():
+            raise WireError(f"version_starts: runs must rise from 0 below {length} (rollout {self.rollout_id})")
+        if (self.versions < NO_VERSION).any():
+            raise WireError(f"versions: got {int(self.versions.min())}, expected >= {NO_VERSION} (rollout {self.rollout_id})")
+        if (self.tokens < 0).any():
+            raise WireError(f"tokens: got {int(self.tokens.min())}, expected ids >= 0 (rollout {self.rollout_id})")
+        if (self.loss_mask > 1).any():
+            raise WireError(f"loss_mask: got {int(self.loss_mask.max())}, expected 0 or 1 (rollout {self.rollout_id})")
+        trained = self.loss_mask != 0
+        if not np.isfinite(self.behavior_logprobs).all():
+            at = int(np.flatnonzero(~np.isfinite(self.behavior_logprobs))[0])
+            raise WireError(
+                f"behavior_logprobs[{at}]: got {self.behavior_logprobs[at]}, expected a finite number (rollout {self.rollout_id})"
+            )
+        if (self.behavior_logprobs > 1e-3).any():
+            raise WireError(f"behavior_logprobs: got {self.behavior_logprobs.max()}, expected <= 0 (rollout {self.rollout_id})")
+        if (self.behavior_logprobs[~trained] != 0).any():
+            raise WireError(f"behavior_logprobs: not 0 where the loss mask is 0 (rollout {self.rollout_id})")
+        if (self.token_versions()[trained] == NO_VERSION).any():
+            raise WireError(f"versions: a trained token has no policy version (rollout {self.rollout_id})")
+        if not np.isfinite(self.reward):
+            raise WireError(f"reward: got {self.reward}, expected a finite number (rollout {self.rollout_id})")
+        if not (np.isfinite(self.temperature) and self.temperature > 0):
+            raise WireError(f"temperature: got {self.temperature}, expected a positive number (rollout {self.rollout_id})")
+        if not 0 <= self.seat < self.group_size:
+            raise WireError(f"seat: got {self.seat}, expected 0 to {self.group_size - 1} (rollout {self.rollout_id})")
