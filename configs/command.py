@@ -1,0 +1,47 @@
+"""The command line that both daemons share: `--config`, `key=value`, `--help` with every setting, `--dry-run`."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import yaml
+
+from configs.errors import ConfigError
+from configs.keys import listing
+from configs.loader import load
+from configs.schema import Settings
+
+
+def parse(argv: Sequence[str], *, prog: str, description: str) -> Settings:
+    """Settings for a daemon.
+
+    Exits: 0 after `--help` or `--dry-run`, 2 with one line per problem on stderr when a setting or argument is wrong.
+    """
+    parser = argparse.ArgumentParser(
+        prog=prog,
+        description=description,
+        epilog="settings (defaults < --config < environment HEADRACE__SECTION__KEY < arguments):\n" + listing(),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--config", type=Path, help="YAML file of settings")
+    parser.add_argument("--dry-run", action="store_true", help="validate, print the resolved settings and stop")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings that win over the file")
+    arguments = parser.parse_args(argv)
+    try:
+        settings = load(arguments.config, arguments.overrides)
+    except ConfigError as error:
+        for line in str(error).splitlines():
+            sys.stderr.write(f"{prog}: error: {line}\n")
+        raise SystemExit(2) from None
+    if arguments.dry_run:
+        sys.stdout.write(as_yaml(settings))
+        raise SystemExit(0)
+    return settings
+
+
+def as_yaml(settings: Settings) -> str:
+    """The resolved settings as YAML that loads back to the same."""
+    return yaml.safe_dump(settings.model_dump(mode="json"), sort_keys=False, allow_unicode=True)

@@ -1,0 +1,68 @@
+"""Where things stand on disk: the cache of models and environments, and the sockets of a run.
+
+Invariant: a run's sockets lie in a directory that only this user can enter, under a path short enough for a Unix socket.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import stat
+import tempfile
+from pathlib import Path
+
+from configs.errors import ConfigError
+from configs.schema import Settings
+
+MAX_SOCKET_PATH = 100
+"""Bytes; the kernel takes 107."""
+_LONGEST_SOCKET_NAME = 24
+
+
+def cache_dir() -> Path:
+    """Where converted models are kept over runs and checkouts: $HEADRACE_CACHE, else headrace/ in the user's cache."""
+    explicit = os.environ.get("HEADRACE_CACHE")
+    if explicit:
+        return Path(explicit)
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "headrace"
+
+
+def socket_dir(settings: Settings) -> Path:
+    """The directory of this run's sockets, made with mode 0700; the same for every process that names the same run_dir.
+
+    Raises ConfigError when it belongs to someone else or cannot be made.
+    """
+    digest = hashlib.sha256(os.fsencode(settings.run_dir.absolute())).hexdigest()[:12]
+    path = _base() / digest
+    try:
+        path.parent.mkdir(mode=0o700, exist_ok=True)
+        path.mkdir(mode=0o700, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"{path}: the directory for sockets cannot be made: {error.strerror}") from None
+    for directory in (path.parent, path):
+        facts = directory.lstat()
+        if facts.st_uid != os.getuid() or not stat.S_ISDIR(facts.st_mode):
+            raise ConfigError(f"{directory}: belongs to user {facts.st_uid}, expected {os.getuid()}: refusing to put sockets there")
+        if stat.S_IMODE(facts.st_mode) & 0o077:
+            directory.chmod(0o700)
+    return path
+
+
+def bus_address(settings: Settings) -> str:
+    """`bus.address` with `auto` resolved to this run's socket."""
+    if settings.bus.address != "auto":
+        return settings.bus.address
+    return f"ipc://{socket_dir(settings)}/bus"
+
+
+def _base() -> Path:
+    """The first of the runtime directory, the temporary directory and /tmp whose sockets stay short enough."""
+    runtime = os.environ.get("XDG_RUNTIME_DIR")
+    candidates = [Path(runtime) / "headrace"] if runtime and os.access(runtime, os.W_OK) else []
+    name = f"headrace-{os.getuid()}"
+    candidates += [Path(tempfile.gettempdir()) / name, Path("/tmp") / name]
+    for candidate in candidates:
+        if len(os.fsencode(candidate)) + 1 + 12 + 1 + _LONGEST_SOCKET_NAME <= MAX_SOCKET_PATH:
+            return candidate
+    return candidates[-1]
