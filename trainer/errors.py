@@ -1,0 +1,33 @@
+"""Errors of the trainer.
+
+    TrainerError
+    ├── PackingError
+    ├── NonFiniteError
+    ├── CheckpointError
+    │   └── NoCheckpointError
+    └── ModelError
+"""
+
+
+class TrainerError(Exception):
+    """Base of what the trainer raises."""
+
+
+class PackingError(TrainerError):
+    """Raised when a sample cannot be trained: a token id outside the vocabulary, or a first token that is to be trained."""
+
+
+class NonFiniteError(TrainerError):
+    """Raised when a loss or a gradient is NaN or infinite; the weights are unchanged."""
+
+
+class CheckpointError(TrainerError):
+    """Raised when a checkpoint is damaged, incomplete or belongs to another model."""
+
+
+class NoCheckpointError(CheckpointError):
+    """Raised when resuming was asked for and no complete checkpoint exists."""
+
+
+class ModelError(TrainerError):
+    """Raised when the model cannot be found, converted, made or loaded."""

@@ -1,0 +1,48 @@
+"""Sums from which step metrics are made.
+
+Invariant: everything is kept as a sum, a count or a maximum until the whole step is known, so no reported number depends on how
+the step was cut into micro-batches or ranks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TokenSums:
+    """Over trained tokens. `a + b` is that of both parts; `TokenSums()` is that of none."""
+
+    num_tokens: int = 0
+    """Trained tokens."""
+    num_computed_tokens: int = 0
+    """Tokens that went through the model, shared prefixes once."""
+    num_microbatches: int = 0
+    loss: float = 0.0
+    """Sum of token losses, undivided."""
+    mismatch_abs: float = 0.0
+    """Sum of |policy - behavior logprob|."""
+    mismatch_max_abs: float = 0.0
+    importance: float = 0.0
+    """Sum of exp(policy - behavior)."""
+    importance_max: float = 0.0
+    num_importance_capped: int = 0
+    kl_behavior_policy: float = 0.0
+    """Sum of the k3 estimates."""
+    entropy: float = 0.0
+    num_clipped: int = 0
+
+    def __add__(self, other: TokenSums) -> TokenSums:
+        merged = {}
+        for field in fields(self):
+            mine, theirs = getattr(self, field.name), getattr(other, field.name)
+            merged[field.name] = max(mine, theirs) if field.name in MAXIMA else mine + theirs
+        return TokenSums(**merged)
+
+    def mean(self, total: float) -> float:
+        """total / num_tokens; 0.0 when there are no tokens."""
+        return total / self.num_tokens if self.num_tokens else 0.0
+
+
+MAXIMA = frozenset({"mismatch_max_abs", "importance_max"})
+"""Fields that merge by maximum instead of by sum."""

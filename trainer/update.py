@@ -1,0 +1,72 @@
+"""One optimizer step, composed from a policy's small methods.
+
+Invariant: the loss denominator is the number of trained tokens of the whole step, and a step without a signal changes nothing.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from sample_bus.sample import Sample
+from trainer.metrics import TokenSums
+from trainer.optimizer import warm_up
+from trainer.policy import LossOptions, Policy, StepReport
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UpdateOptions:
+    """What holds for one step; the daemon reads it from the live settings at the start of the step."""
+
+    learning_rate: float
+    """Peak rate; the warm-up scales it."""
+    warmup_steps: int
+    loss: LossOptions
+
+
+def train_step(
+    policy: Policy, samples: Sequence[Sample], advantages: npt.NDArray[np.float32], options: UpdateOptions
+) -> StepReport:
+    """Take one optimizer step on `samples` with one advantage each (float32 [n]).
+
+    The order of samples does not change which gradient is computed, only its rounding. Raises NonFiniteError (weights
+    unchanged) and PackingError (naming the rollout).
+    """
+    if advantages.shape != (len(samples),):
+        raise ValueError(f"advantages: got shape {advantages.shape}, expected [{len(samples)}], one per sample")
+    num_trained = sum(sample.num_trained_tokens for sample in samples)
+    has_signal = any(a != 0 and sample.num_trained_tokens for sample, a in zip(samples, advantages, strict=True))
+    started = time.perf_counter()
+    sums = policy.accumulate(samples, advantages, denominator=max(num_trained, 1), options=options.loss) if num_trained else TokenSums()
+    accumulated = time.perf_counter()
+    learning_rate = grad_norm = 0.0
+    if has_signal:
+        learning_rate = options.learning_rate * warm_up(policy.optimizer_steps, options.warmup_steps)
+        grad_norm = policy.step(learning_rate=learning_rate)
+    finished = time.perf_counter()
+    return StepReport(
+        optimizer_steps=policy.optimizer_steps,
+        loss=sums.mean(sums.loss),
+        grad_norm=grad_norm,
+        learning_rate=learning_rate,
+        mismatch_mean_abs=sums.mean(sums.mismatch_abs),
+        mismatch_max_abs=sums.mismatch_max_abs,
+        importance_mean=sums.mean(sums.importance),
+        importance_max=sums.importance_max,
+        importance_capped_fraction=sums.mean(sums.num_importance_capped),
+        kl_behavior_policy=sums.mean(sums.kl_behavior_policy),
+        entropy=sums.mean(sums.entropy),
+        clip_fraction=sums.mean(sums.num_clipped),
+        num_samples=len(samples),
+        num_tokens=sum(sample.num_tokens for sample in samples),
+        num_trained_tokens=num_trained,
+        num_computed_tokens=sums.num_computed_tokens,
+        num_microbatches=sums.num_microbatches,
+        skipped=not has_signal,
+        forward_backward_s=accumulated - started,
+        optimizer_s=finished - accumulated,
+    )
