@@ -1,0 +1,41 @@
+"""The seam of agent loops: user code enters here by dotted path.
+
+A loop appends observations to its session and asks it for turns. It returns when the episode is over; what is trained is what
+the session recorded, so a loop cannot hand in tokens that were not sampled.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Protocol
+
+from agent_loop.errors import LoopError
+from agent_loop.session import Session
+from agent_loop.task import Task
+
+
+class AgentLoop(Protocol):
+    """One episode. An instance serves many rollouts at once: it keeps no state of a single one."""
+
+    async def run(self, task: Task, session: Session) -> None:
+        """Play `task` to its end in `session`. Any exception fails this rollout and no other one."""
+        ...
+
+
+def load_agent_loop(path: str) -> AgentLoop:
+    """An instance of the class at `module:Class`.
+
+    Raises LoopError naming what is missing.
+    """
+    module_name, _, class_name = path.partition(":")
+    if not module_name or not class_name:
+        raise LoopError(f"rollouter.agent_loop: got {path!r}, expected `module:Class`")
+    try:
+        module = importlib.import_module(module_name)
+    except ImportError as error:
+        raise LoopError(f"rollouter.agent_loop: got {path!r}, and {module_name} does not import: {error}") from error
+    found = getattr(module, class_name, None)
+    if not isinstance(found, type) or not callable(getattr(found, "run", None)):
+        raise LoopError(f"rollouter.agent_loop: got {path!r}, expected a class with `async def run(task, session)`")
+    loop: AgentLoop = found()
+    return loop

@@ -1,0 +1,216 @@
+"""A session: one rollout's token sequence, append-only, with what the engine said about each sampled token.
+
+Invariant: the recorded sequence is exactly what the engine was shown and what it sampled, in order. Observations carry mask 0,
+logprob 0.0 and no version; sampled tokens carry mask 1, their logprob and their version. Nothing is ever decoded and encoded again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Literal, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from agent_loop.engine import NO_VERSION, Engine, Generation, SamplingParams
+from agent_loop.errors import EngineUnavailable, LoopError, NoRoom
+
+_MAX_FRUITLESS_ABORTS = 8
+"""Consecutive aborts without a new token after which a turn is given up."""
+
+
+class TextCodec(Protocol):
+    """The model's tokenizer, for observations and for reading replies; never for replies that are trained."""
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of `text`, without special tokens."""
+        ...
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """Text of `token_ids`, special tokens left out; ids beyond the vocabulary become a placeholder."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Trajectory:
+    """What a session recorded, in the layout of a sample: T tokens in R runs of equal version."""
+
+    tokens: npt.NDArray[np.int32]
+    """[T] prompt first."""
+    loss_mask: npt.NDArray[np.uint8]
+    """[T] 1 where the token was sampled."""
+    behavior_logprobs: npt.NDArray[np.float32]
+    """[T] nats, after temperature; 0.0 where the mask is 0."""
+    version_starts: npt.NDArray[np.int32]
+    """[R]"""
+    versions: npt.NDArray[np.int32]
+    """[R] NO_VERSION for observations."""
+    num_turns: int
+    num_prompt_tokens: int
+    """Tokens before the first sampled one."""
+    stop_reason: Literal["stop", "length"]
+    """How the last turn ended."""
+
+    @property
+    def response_ids(self) -> npt.NDArray[np.int32]:
+        """[T - num_prompt_tokens] everything after the first prompt, later observations included."""
+        return self.tokens[self.num_prompt_tokens :]
+
+
+class Session:
+    """One rollout's conversation with an engine."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        sampling: SamplingParams,
+        *,
+        rollout_id: str,
+        max_model_len: int,
+        codec: TextCodec,
+    ) -> None:
+        """`sampling.max_tokens` bounds one turn; `rollout_id` (with its attempt) prefixes the ids of the engine's requests."""
+        self.sampling = sampling
+        self.rollout_id = rollout_id
+        self.max_model_len = max_model_len
+        self.codec = codec
+        self._engine = engine
+        self._pieces: list[npt.NDArray[np.int32] | Generation] = []
+        self._num_tokens = 0
+        self._num_turns = 0
+        self._num_requests = 0
+        self._last_end: Literal["stop", "length"] | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens recorded so far."""
+        return self._num_tokens
+
+    @property
+    def num_turns(self) -> int:
+        return self._num_turns
+
+    @property
+    def room(self) -> int:
+        """Tokens that still fit into the model's length."""
+        return self.max_model_len - self._num_tokens
+
+    @property
+    def tokens(self) -> npt.NDArray[np.int32]:
+        """[T] int32, the whole context."""
+        parts = [piece.token_ids if isinstance(piece, Generation) else piece for piece in self._pieces]
+        return np.concatenate(parts) if parts else np.zeros(0, np.int32)
+
+    def append(self, token_ids: npt.NDArray[np.int32] | Sequence[int]) -> None:
+        """Add an observation (prompt, tool output): shown to the model, not trained."""
+        piece = np.array(token_ids, dtype=np.int32)
+        if piece.ndim != 1:
+            raise LoopError(f"rollout {self.rollout_id}: got an observation of shape {piece.shape}, expected [n] token ids")
+        if piece.size:
+            self._pieces.append(piece)
+            self._num_tokens += int(piece.size)
+
+    async def generate(self, *, max_tokens: int | None = None) -> Generation:
+        """Sample one turn and record it; its new tokens are bounded by `max_tokens`, the settings and the room left.
+
+        A turn that the engine aborted is continued with the budget that remains. Raises NoRoom when not a single token
+        fits, and what the engine raises.
+        """
+        budget = min(self.sampling.max_tokens if max_tokens is None else max_tokens, self.room)
+        if self._num_tokens == 0:
+            raise LoopError(f"rollout {self.rollout_id}: a turn was asked for before any prompt")
+        if budget < 1:
+            raise NoRoom(
+                f"rollout {self.rollout_id}: the context has {self._num_tokens} tokens and engine.max_model_len is "
+                f"{self.max_model_len}: no room for a turn"
+            )
+        parts: list[Generation] = []
+        fruitless = 0
+        while True:
+            part = await self._ask(budget)
+            self._pieces.append(part)
+            self._num_tokens += int(part.token_ids.size)
+            budget -= int(part.token_ids.size)
+            parts.append(part)
+            if part.stop_reason != "abort":
+                end = part.stop_reason
+                break
+            if budget < 1:
+                end = "length"
+                break
+            fruitless = 0 if part.token_ids.size else fruitless + 1
+            if fruitless == _MAX_FRUITLESS_ABORTS:
+                raise EngineUnavailable(f"rollout {self.rollout_id}: aborted {fruitless} times in a row without a new token")
+        self._num_turns += 1
+        self._last_end = end
+        return replace(join(parts), stop_reason=end)
+
+    async def _ask(self, budget: int) -> Generation:
+        number = self._num_requests
+        self._num_requests += 1
+        seed = self.sampling.seed
+        sampling = replace(
+            self.sampling,
+            max_tokens=budget,
+            seed=None if seed is None else (seed + number * 0x9E3779B1) % (1 << 31),
+        )
+        request_id = f"{self.rollout_id}-{number}"
+        part = await self._engine.generate(self.tokens, sampling, request_id=request_id)
+        part.validate(request_id)
+        return part
+
+    def trajectory(self) -> Trajectory:
+        """What was recorded. Raises LoopError if nothing was generated."""
+        turns = [piece for piece in self._pieces if isinstance(piece, Generation) and piece.token_ids.size]
+        if self._last_end is None or not turns:
+            raise LoopError(f"rollout {self.rollout_id}: the agent loop ended without a generated token")
+        starts: list[int] = []
+        versions: list[int] = []
+        masks, logprobs = [], []
+        at = 0
+        num_prompt_tokens = -1
+        for piece in self._pieces:
+            if isinstance(piece, Generation):
+                n = int(piece.token_ids.size)
+                if n and num_prompt_tokens < 0:
+                    num_prompt_tokens = at
+                runs = zip(piece.version_starts.tolist(), piece.versions.tolist(), strict=True)
+                masks.append(np.ones(n, np.uint8))
+                logprobs.append(np.minimum(piece.logprobs, 0.0).astype(np.float32, copy=False))
+            else:
+                n = int(piece.size)
+                runs = zip([0], [NO_VERSION], strict=True)
+                masks.append(np.zeros(n, np.uint8))
+                logprobs.append(np.zeros(n, np.float32))
+            for start, version in runs:
+                if not versions or versions[-1] != version:
+                    starts.append(at + start)
+                    versions.append(version)
+            at += n
+        return Trajectory(
+            tokens=self.tokens,
+            loss_mask=np.concatenate(masks),
+            behavior_logprobs=np.concatenate(logprobs),
+            version_starts=np.array(starts, np.int32),
+            versions=np.array(versions, np.int32),
+            num_turns=self._num_turns,
+            num_prompt_tokens=num_prompt_tokens,
+            stop_reason=self._last_end,
+        )
+
+
+def join(parts: Sequence[Generation]) -> Generation:
+    """One generation out of consecutive ones; the stop reason is the last one's."""
+    if len(parts) == 1:
+        return parts[0]
+    offsets = np.cumsum([0, *(part.token_ids.size for part in parts[:-1])])
+    return Generation(
+        token_ids=np.concatenate([part.token_ids for part in parts]),
+        logprobs=np.concatenate([part.logprobs for part in parts]),
+        version_starts=np.concatenate(
+            [part.version_starts + np.int32(offset) for part, offset in zip(parts, offsets, strict=True)]
+        ),
+        versions=np.concatenate([part.versions for part in parts]),
+        stop_reason=parts[-1].stop_reason,
+    )
