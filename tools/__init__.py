@@ -1,0 +1,1 @@
+"""Maintainers' programs; nothing here is imported by the product."""
