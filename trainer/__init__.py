@@ -1,0 +1,1 @@
+"""The trainer daemon: takes samples from the bus, trains, publishes policy versions."""

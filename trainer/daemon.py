@@ -1,0 +1,345 @@
+"""The trainer daemon: one task group around bus, intake, training loop and publisher.
+
+It binds the bus first, so that a rollouter may come at any time, then prepares the model, publishes the first version, trains.
+Ends with topic `end`: finished, stopped (drained on request) or failed with the reason.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+import signal
+import time
+from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
+
+import structlog
+
+from configs.cpu import core_shares, pin
+from configs.live import LiveSettings
+from configs.loader import dump
+from configs.paths import bus_address, socket_dir
+from configs.schema import Settings
+from sample_bus.errors import PeerLost
+from sample_bus.messages import (
+    Accepted,
+    ChangeSettings,
+    EndOfRun,
+    EndReason,
+    Failed,
+    LiveSettingsState,
+    RolloutDropped,
+    RollouterStatus,
+    SettingChange,
+    SettingsChanged,
+    TrainerState,
+)
+from sample_bus.open import open_hub
+from sample_bus.protocols import Resumption
+from sample_bus.zmq_hub import ZmqHub
+from trainer.clock import ActivityClock
+from trainer.errors import TrainerError
+from trainer.evaluations import Evaluations
+from trainer.intake import Intake
+from trainer.loop import TrainingLoop
+from trainer.publisher import Publisher
+from trainer.status import StatusBoard
+from trainer.tracking import Tracker, open_tracker
+
+log = structlog.get_logger()
+
+_WAIT_LINE_EVERY_S = 10.0
+_GOODBYE_TIMEOUT_S = 10.0
+_KEPT_CHANGES = 100
+
+
+class RolloutFailed(TrainerError):
+    """Raised when the rollouter says that it cannot go on."""
+
+
+async def run(settings: Settings) -> None:
+    """Train as `settings` say. Returns when the run is finished or was drained; raises what made it fail."""
+    incarnation = secrets.token_hex(4)
+    drain, stop = asyncio.Event(), asyncio.Event()
+    _listen_to_signals(drain, stop)
+    settings.run_dir.mkdir(parents=True, exist_ok=True)
+    async with open_hub(
+        settings.bus,
+        address=bus_address(settings),
+        run=settings.name,
+        incarnation=incarnation,
+        quarantine_dir=settings.run_dir / "quarantine",
+    ) as hub:
+        log.info("trainer listens", address=bus_address(settings), incarnation=incarnation, run_dir=str(settings.run_dir))
+        daemon = TrainerDaemon(settings, hub, incarnation=incarnation, drain=drain)
+        work = asyncio.ensure_future(daemon.run())
+        stopping = asyncio.ensure_future(stop.wait())
+        await asyncio.wait((work, stopping), return_when=asyncio.FIRST_COMPLETED)
+        stopping.cancel()
+        if not work.done():
+            log.warning("stopping at once")
+            work.cancel()
+            await asyncio.wait((work,))
+        if not work.cancelled():
+            work.result()
+
+
+class TrainerDaemon:
+    """Wires the parts and answers the control requests."""
+
+    def __init__(self, settings: Settings, hub: ZmqHub, *, incarnation: str, drain: asyncio.Event) -> None:
+        self._settings = settings
+        self._hub = hub
+        self._incarnation = incarnation
+        self._drain = drain
+        self._live = LiveSettings(settings)
+        self._clock = ActivityClock()
+        self._intake = Intake(
+            hub,
+            group_size=settings.group_size,
+            samples_per_step=settings.samples_per_step,
+            max_staleness=settings.max_staleness,
+            incarnation=incarnation,
+            on_change=self._touch,
+        )
+        self._board = StatusBoard(
+            hub, self._clock, incarnation=incarnation, num_steps=settings.num_steps, counts=self._intake.counts
+        )
+        self._rollouter_failed: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        hub.handle("settings.set", ChangeSettings, self._change_settings)
+        hub.handle("rollout.failed", RolloutDropped, self._close_group)
+        hub.handle("run.failed", Failed, self._take_failure)
+
+    async def run(self) -> None:
+        """Everything from the first topic to the last."""
+        await self._hub.publish("settings", self._settings_state())
+        await self._board.flush()
+        end = EndOfRun(reason=EndReason.STOPPED, message="stopped at once")
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                side = [tasks.create_task(work) for work in (self._board.run(), self._watch_rollouter(), self._say_what_is_awaited())]
+                try:
+                    await self._train(tasks)
+                finally:
+                    for task in side:
+                        task.cancel()
+            end = (
+                EndOfRun(reason=EndReason.STOPPED, message="drained on request")
+                if self._drain.is_set() and self._board.status.step < self._settings.num_steps
+                else EndOfRun(reason=EndReason.FINISHED)
+            )
+        except* asyncio.CancelledError:
+            raise
+        except* Exception as failures:
+            first = _first(failures)
+            end = EndOfRun(reason=EndReason.FAILED, message=f"{type(first).__name__}: {first}")
+            raise first from first.__cause__
+        finally:
+            await asyncio.shield(self._say_goodbye(end))
+
+    async def _train(self, tasks: asyncio.TaskGroup) -> None:
+        settings = self._settings
+        self._board.enter(TrainerState.STARTING, f"preparing model {settings.model.source}")
+        with ThreadPoolExecutor(1, thread_name_prefix="train") as executor:
+            loop = asyncio.get_running_loop()
+
+            async def in_thread[T](function: Callable[[], T]) -> T:
+                return await loop.run_in_executor(executor, function)
+
+            from trainer.models import prepare_model
+
+            prepared = await in_thread(lambda: prepare_model(settings))
+            self._board.set(model_dir=str(prepared.model_dir), model_dtype=str(prepared.dtype).removeprefix("torch."))
+            self._board.enter(TrainerState.STARTING, "loading the model")
+            from trainer.fsdp import FsdpPolicy
+
+            policy = await in_thread(lambda: FsdpPolicy(prepared.model_dir, settings.trainer, dtype=prepared.dtype))
+            step, version = await in_thread(lambda: self._resume(policy))
+            self._board.set(origin_version=version, policy_version=version, step=step)
+            self._hub.set_resumption(Resumption(origin_version=version, accounted=0, incarnation=self._incarnation))
+            tracker: Tracker = await asyncio.to_thread(
+                lambda: open_tracker(
+                    settings.tracking, run_dir=settings.run_dir, name=settings.name, incarnation=self._incarnation, config=dump(settings)
+                )
+            )
+            publisher = Publisher(
+                self._hub,
+                settings.weight_sync,
+                incarnation=self._incarnation,
+                socket_dir=socket_dir(settings),
+                dtype=prepared.dtype,
+                loop=loop,
+            )
+            try:
+                evaluations = Evaluations(self._hub, self._board, tracker)
+                training = TrainingLoop(
+                    settings,
+                    self._live,
+                    policy,
+                    intake=self._intake,
+                    publisher=publisher,
+                    evaluations=evaluations,
+                    board=self._board,
+                    clock=self._clock,
+                    tracker=tracker,
+                    executor=executor,
+                    first_step=step,
+                    policy_version=version,
+                    drain=self._drain,
+                )
+                intake = tasks.create_task(self._intake.run())
+                if settings.evaluation.at_start and step < settings.num_steps:
+                    await evaluations.ask(version)
+                await training.publish()
+                if step >= settings.num_steps:
+                    log.info("already complete", step=step, num_steps=settings.num_steps)
+                else:
+                    await self._until_done_or_failed(training.run())
+                intake.cancel()
+                self._intake.close_unfinished()
+            finally:
+                publisher.close()
+                await asyncio.to_thread(tracker.close)
+
+    async def _until_done_or_failed(self, work: Awaitable[None]) -> None:
+        """Run `work`, unless the rollouter gives up first: nothing more would come."""
+        running = asyncio.ensure_future(work)
+        try:
+            await asyncio.wait((running, self._rollouter_failed), return_when=asyncio.FIRST_COMPLETED)
+            if running.done():
+                running.result()
+            else:
+                raise RolloutFailed(self._rollouter_failed.result())
+        finally:
+            running.cancel()
+
+    def _resume(self, policy: object) -> tuple[int, int]:
+        from trainer.checkpoint import resume
+
+        state = resume(self._settings.run_dir / "checkpoints", policy, mode=self._settings.checkpoint.resume)
+        if state is None:
+            return 0, 0
+        log.info("resumed", **state)
+        return int(state["step"]), int(state["policy_version"])
+
+    async def _watch_rollouter(self) -> None:
+        """Raise PeerLost when the rollouter does not come, or falls silent, and `bus.on_lost` is `fail`."""
+        bus = self._settings.bus
+        started = time.monotonic()
+        while not await self._hub.wait_rollouter(_WAIT_LINE_EVERY_S):
+            waited = time.monotonic() - started
+            log.warning("waiting for the rollouter", address=bus_address(self._settings), waited_s=round(waited, 1))
+            if waited > bus.connect_timeout_s:
+                raise PeerLost(f"no rollouter came to {bus_address(self._settings)} within {bus.connect_timeout_s:.0f} s")
+        while True:
+            name, silent_s = await self._hub.wait_rollouter_lost()
+            if self._board.status.state is TrainerState.ENDED:
+                return
+            if bus.on_lost == "fail":
+                raise PeerLost(f"rollouter {name} lost, last heartbeat {silent_s:.1f} s ago")
+            log.warning("rollouter lost, waiting for it", rollouter=name, silent_s=round(silent_s, 1), deadline_s=bus.connect_timeout_s)
+            if not await self._hub.wait_rollouter(bus.connect_timeout_s):
+                raise PeerLost(f"rollouter {name} lost, not back within {bus.connect_timeout_s:.0f} s")
+            log.info("rollouter is back", rollouter=name)
+
+    async def _say_what_is_awaited(self) -> None:
+        """No silent wait: while the trainer waits, a line every few seconds names what for."""
+        waited = 0.0
+        while True:
+            await asyncio.sleep(_WAIT_LINE_EVERY_S)
+            status = self._board.status
+            if status.state not in (TrainerState.WAITING, TrainerState.EVALUATING):
+                waited = 0.0
+                continue
+            waited += _WAIT_LINE_EVERY_S
+            rollouter = self._hub.get("rollouter", RollouterStatus)
+            log.info(
+                "waiting",
+                awaits=status.detail,
+                lacks=self._intake.waiting_for(),
+                rollouter=f"{rollouter.state}: {rollouter.detail}" if rollouter else "not connected",
+                waited_s=waited,
+            )
+
+    async def _change_settings(self, request: ChangeSettings) -> SettingsChanged:
+        changes = self._live.change(
+            request.values, author=request.author, now=time.time(), expected_revision=request.expected_revision
+        )
+        for change in changes:
+            log.info(
+                "setting changed",
+                key=change.key,
+                old=change.old,
+                new=change.new,
+                author=change.author,
+                revision=change.revision,
+                scope=change.scope,
+            )
+        await self._hub.publish("settings", self._settings_state())
+        return SettingsChanged(revision=self._live.revision, changes=tuple(SettingChange(**asdict(change)) for change in changes))
+
+    def _settings_state(self) -> LiveSettingsState:
+        return LiveSettingsState(
+            revision=self._live.revision,
+            values=self._live.values(),
+            changes=tuple(SettingChange(**asdict(change)) for change in self._live.changes[-_KEPT_CHANGES:]),
+        )
+
+    async def _close_group(self, seat: RolloutDropped) -> Accepted:
+        self._intake.close_group(seat.group_id, f"seat {seat.seat}: {seat.reason}")
+        return Accepted()
+
+    async def _take_failure(self, failure: Failed) -> Accepted:
+        if not self._rollouter_failed.done():
+            self._rollouter_failed.set_result(failure.message)
+        return Accepted()
+
+    def _touch(self) -> None:
+        counts = self._intake.counts()
+        accounted = counts.received - sum(counts.dropped.values())
+        self._hub.set_resumption(
+            Resumption(origin_version=self._board.status.origin_version, accounted=accounted, incarnation=self._incarnation)
+        )
+        self._board.touch()
+
+    async def _say_goodbye(self, end: EndOfRun) -> None:
+        """Tell everyone how the run ended and give the rollouter a moment to leave."""
+        log.info("run ended", reason=str(end.reason), message=end.message)
+        self._board.enter(TrainerState.ENDED, str(end.reason))
+        await self._board.flush()
+        await self._hub.publish("end", end)
+        if end.message != "stopped at once":
+            await self._hub.wait_rollouter_left(_GOODBYE_TIMEOUT_S)
+
+
+def _listen_to_signals(drain: asyncio.Event, stop: asyncio.Event) -> None:
+    """The first SIGTERM or SIGINT drains, the second stops at once."""
+
+    def on_signal() -> None:
+        if drain.is_set():
+            stop.set()
+        else:
+            log.info("draining: the step in progress is finished, then the run ends; a second signal stops at once")
+            drain.set()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, on_signal)
+
+
+def _first(failures: BaseExceptionGroup[Exception]) -> Exception:
+    first: BaseException = failures
+    while isinstance(first, BaseExceptionGroup):
+        first = first.exceptions[0]
+    assert isinstance(first, Exception)
+    return first
+
+
+def set_up_process(settings: Settings) -> None:
+    """Before torch is imported: threads, core, allocator."""
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    cores = core_shares().trainer
+    threads = settings.trainer.num_threads or len(cores)
+    os.environ.setdefault("OMP_NUM_THREADS", str(threads))
+    pin(cores)

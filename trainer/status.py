@@ -1,0 +1,65 @@
+"""What the trainer tells the world about itself: topic `trainer`.
+
+Invariant: the topic follows every change within 100 ms, however often things change.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+from sample_bus.messages import Counts, EvaluationResult, StepSummary, TrainerState, TrainerStatus
+from sample_bus.protocols import Control
+from trainer.clock import ActivityClock
+
+_MIN_INTERVAL_S = 0.1
+
+
+class StatusBoard:
+    """Collects what changes and publishes it."""
+
+    def __init__(
+        self, control: Control, clock: ActivityClock, *, incarnation: str, num_steps: int, counts: Callable[[], Counts]
+    ) -> None:
+        self._control = control
+        self._clock = clock
+        self._counts = counts
+        self._status = TrainerStatus(state=TrainerState.STARTING, incarnation=incarnation, num_steps=num_steps)
+        self._dirty = asyncio.Event()
+        self._dirty.set()
+
+    @property
+    def status(self) -> TrainerStatus:
+        return self._status
+
+    def set(self, **changes: Any) -> None:
+        """Change fields of the status; published soon."""
+        self._status = self._status.model_copy(update=changes)
+        self._dirty.set()
+
+    def touch(self) -> None:
+        """Counts have moved; published soon."""
+        self._dirty.set()
+
+    def enter(self, state: TrainerState, detail: str = "") -> None:
+        self.set(state=state, detail=detail)
+
+    def add_step(self, summary: StepSummary) -> None:
+        self.set(last_step=summary, step=summary.step)
+
+    def add_evaluation(self, result: EvaluationResult) -> None:
+        self.set(evaluations=(*self._status.evaluations, result)[-100:])
+
+    async def run(self) -> None:
+        """Publish on change until cancelled."""
+        while True:
+            await self._dirty.wait()
+            await self.flush()
+            await asyncio.sleep(_MIN_INTERVAL_S)
+
+    async def flush(self) -> None:
+        """Publish now."""
+        self._dirty.clear()
+        self._status = self._status.model_copy(update={"counts": self._counts(), "shares": self._clock.shares()})
+        await self._control.publish("trainer", self._status)
