@@ -1,6 +1,6 @@
 """Errors of the settings.
 
-    ConfigError
+ConfigError
 """
 
 

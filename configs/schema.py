@@ -57,7 +57,7 @@ class DataSettings(Section):
     )
     reward: str = Field(
         "agent_loop.rewards:exact_match",
-        description="Reward: dotted path `module:function` with compute_score(data_source, solution_str, ground_truth, extra_info).",
+        description="Reward: dotted path to a function of (data_source, solution_str, ground_truth, extra_info).",
     )
     held_out_fraction: float = Field(0.2, ge=0.0, lt=1.0, description="Share of the tasks kept for evaluation, never trained.")
     shuffle: bool = Field(True, description="Shuffle each epoch by the run's seed.")
@@ -78,7 +78,9 @@ class BusSettings(Section):
     heartbeat_timeout_s: float = Field(20.0, gt=0, description="Silence after which a daemon counts as lost.")
     connect_timeout_s: float = Field(600.0, gt=0, description="How long a daemon waits for the other one at start or after a loss.")
     request_timeout_s: float = Field(10.0, gt=0, description="Deadline of one control request.")
-    on_lost: Literal["wait", "fail"] = Field("fail", description="When the other daemon is lost: wait for it, or end with an error.")
+    on_lost: Literal["wait", "fail"] = Field(
+        "fail", description="When the other daemon is lost: wait for it, or end with an error."
+    )
 
 
 class WeightSyncSettings(Section):
@@ -186,7 +188,7 @@ class Settings(Section):
     on_stale: Literal["drop"] = Field("drop", description="What happens to a sample beyond max_staleness.")
     partial_rollout: Literal["keep", "recompute", "finish"] = Field(
         "keep",
-        description="Requests in flight across a weight sync: go on with their KV cache, go on with it recomputed, or finish first.",
+        description="Requests in flight at a weight sync: go on with their KV cache, go on with it recomputed, or finish first.",
     )
     model: ModelSettings = ModelSettings()
     data: DataSettings = DataSettings()

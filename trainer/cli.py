@@ -25,8 +25,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     set_up_process(settings)
     try:
         asyncio.run(run(settings))
-    except Exception as error:  # the process ends here, with one line that says why
-        structlog.get_logger().error("trainer failed", error=f"{type(error).__name__}: {error}", exc_info=settings.logging.level == "debug")
+    except Exception as error:  # noqa: BLE001 - the process ends here, with one line that says why
+        structlog.get_logger().error(
+            "trainer failed", error=f"{type(error).__name__}: {error}", exc_info=settings.logging.level == "debug"
+        )
         return 1
     return 0
 

@@ -14,6 +14,7 @@ import time
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
+from typing import TypeVar
 
 import structlog
 
@@ -49,6 +50,7 @@ from trainer.status import StatusBoard
 from trainer.tracking import Tracker, open_tracker
 
 log = structlog.get_logger()
+R = TypeVar("R")
 
 _WAIT_LINE_EVERY_S = 10.0
 _GOODBYE_TIMEOUT_S = 10.0
@@ -119,7 +121,9 @@ class TrainerDaemon:
         end = EndOfRun(reason=EndReason.STOPPED, message="stopped at once")
         try:
             async with asyncio.TaskGroup() as tasks:
-                side = [tasks.create_task(work) for work in (self._board.run(), self._watch_rollouter(), self._say_what_is_awaited())]
+                side = [
+                    tasks.create_task(work) for work in (self._board.run(), self._watch_rollouter(), self._say_what_is_awaited())
+                ]
                 try:
                     await self._train(tasks)
                 finally:
@@ -132,7 +136,7 @@ class TrainerDaemon:
             )
         except* asyncio.CancelledError:
             raise
-        except* Exception as failures:
+        except* Exception as failures:  # noqa: BLE001 - told to everyone on topic `end`, then raised
             first = _first(failures)
             end = EndOfRun(reason=EndReason.FAILED, message=f"{type(first).__name__}: {first}")
             raise first from first.__cause__
@@ -145,8 +149,8 @@ class TrainerDaemon:
         with ThreadPoolExecutor(1, thread_name_prefix="train") as executor:
             loop = asyncio.get_running_loop()
 
-            async def in_thread[T](function: Callable[[], T]) -> T:
-                return await loop.run_in_executor(executor, function)
+            def in_thread(function: Callable[[], R]) -> asyncio.Future[R]:
+                return loop.run_in_executor(executor, function)
 
             from trainer.models import prepare_model
 
@@ -161,7 +165,11 @@ class TrainerDaemon:
             self._hub.set_resumption(Resumption(origin_version=version, accounted=0, incarnation=self._incarnation))
             tracker: Tracker = await asyncio.to_thread(
                 lambda: open_tracker(
-                    settings.tracking, run_dir=settings.run_dir, name=settings.name, incarnation=self._incarnation, config=dump(settings)
+                    settings.tracking,
+                    run_dir=settings.run_dir,
+                    name=settings.name,
+                    incarnation=self._incarnation,
+                    config=dump(settings),
                 )
             )
             publisher = Publisher(
@@ -239,7 +247,9 @@ class TrainerDaemon:
                 return
             if bus.on_lost == "fail":
                 raise PeerLost(f"rollouter {name} lost, last heartbeat {silent_s:.1f} s ago")
-            log.warning("rollouter lost, waiting for it", rollouter=name, silent_s=round(silent_s, 1), deadline_s=bus.connect_timeout_s)
+            log.warning(
+                "rollouter lost, waiting for it", rollouter=name, silent_s=round(silent_s, 1), deadline_s=bus.connect_timeout_s
+            )
             if not await self._hub.wait_rollouter(bus.connect_timeout_s):
                 raise PeerLost(f"rollouter {name} lost, not back within {bus.connect_timeout_s:.0f} s")
             log.info("rollouter is back", rollouter=name)

@@ -111,9 +111,7 @@ class Intake:
     def _drop_stale(self, policy_version: int) -> None:
         fresh: deque[Group] = deque()
         for group in self._ready:
-            if is_stale(
-                group, policy_version=policy_version, incarnation=self._incarnation, max_staleness=self._max_staleness
-            ):
+            if is_stale(group, policy_version=policy_version, incarnation=self._incarnation, max_staleness=self._max_staleness):
                 self._drop(Dropped(reason=DropReason.STALE, members=group.members))
             else:
                 fresh.append(group)

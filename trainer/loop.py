@@ -87,7 +87,9 @@ class TrainingLoop:
             if settings.checkpoint.every_steps and self._step % settings.checkpoint.every_steps == 0:
                 await self.save()
         finished = self._step >= settings.num_steps
-        if settings.checkpoint.at_end and not (settings.checkpoint.every_steps and self._step % settings.checkpoint.every_steps == 0):
+        if settings.checkpoint.at_end and not (
+            settings.checkpoint.every_steps and self._step % settings.checkpoint.every_steps == 0
+        ):
             await self.save()
         if finished and settings.evaluation.at_end:
             await self._evaluate_at_end()

@@ -98,12 +98,12 @@ class Publisher:
         if not result.committed:
             log.warning("round failed", engine=result.engine, policy_version=result.policy_version, reason=result.message)
             return Accepted()
-        if current is not None and result.policy_version == current.policy_version:
-            if result.manifest_digest != current.manifest_digest:
-                raise WeightSyncError(
-                    f"engine {result.engine} loaded digest {result.manifest_digest} as policy version {result.policy_version}, "
-                    f"expected {current.manifest_digest}"
-                )
+        is_current = current is not None and result.policy_version == current.policy_version
+        if current is not None and is_current and result.manifest_digest != current.manifest_digest:
+            raise WeightSyncError(
+                f"engine {result.engine} loaded digest {result.manifest_digest} as policy version {result.policy_version}, "
+                f"expected {current.manifest_digest}"
+            )
         log.info(
             "round committed",
             engine=result.engine,

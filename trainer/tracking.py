@@ -62,13 +62,13 @@ class Tracker:
             for backend in list(self._backends):
                 try:
                     backend.write(*item)
-                except Exception as error:  # a tracker's failure of any kind must not reach training
+                except Exception as error:  # noqa: BLE001 - a tracker's failure of any kind must not reach training
                     log.warning("tracker failed, going on without it", backend=backend.name, error=repr(error))
                     self._backends.remove(backend)
         for backend in self._backends:
             try:
                 backend.close()
-            except Exception as error:
+            except Exception as error:  # noqa: BLE001 - as above
                 log.warning("tracker did not close", backend=backend.name, error=repr(error))
 
 
@@ -143,7 +143,7 @@ class WeightsAndBiases:
         self._run.log({**numbers, f"{family}/step": step})
 
     def close(self) -> None:
-        self._run.finish(quiet=True)
+        self._run.finish()
 
 
 def open_tracker(settings: TrackingSettings, *, run_dir: Path, name: str, incarnation: str, config: Mapping[str, Any]) -> Tracker:
@@ -152,14 +152,12 @@ def open_tracker(settings: TrackingSettings, *, run_dir: Path, name: str, incarn
     for kind in settings.backends:
         try:
             backends.append(_open(kind, settings, run_dir, name, incarnation, config))
-        except Exception as error:  # whatever a tracker's library raises, training goes on
+        except Exception as error:  # noqa: BLE001 - whatever a tracker's library raises, training goes on
             log.warning("tracker cannot be opened, going on without it", backend=kind, error=repr(error))
     return Tracker(backends)
 
 
-def _open(
-    kind: str, settings: TrackingSettings, run_dir: Path, name: str, incarnation: str, config: Mapping[str, Any]
-) -> Backend:
+def _open(kind: str, settings: TrackingSettings, run_dir: Path, name: str, incarnation: str, config: Mapping[str, Any]) -> Backend:
     match kind:
         case "jsonl":
             return JsonLines(run_dir / "metrics.jsonl", incarnation=incarnation)

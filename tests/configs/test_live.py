@@ -1,0 +1,78 @@
+"""Live changes are all or nothing, validated against the whole tree, and bear their author."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from configs.errors import ConfigError
+from configs.keys import leaves, live_keys
+from configs.live import LiveSettings, live_values, with_live
+from configs.schema import Settings
+
+
+def test_change_is_in_force_with_old_new_author_and_scope() -> None:
+    live = LiveSettings(Settings())
+    (change,) = live.change({"staleness_threshold": 0}, author="ann", now=12.0)
+    assert (change.old, change.new, change.author, change.revision, change.changed_at) == (0.5, 0.0, "ann", 1, 12.0)
+    assert change.scope == "next admission"
+    assert live.settings.staleness_threshold == 0
+    assert live.revision == 1
+
+
+def test_setting_the_same_value_moves_nothing() -> None:
+    live = LiveSettings(Settings())
+    assert live.change({"staleness_threshold": 0.5}, author="ann", now=0.0) == ()
+    assert live.revision == 0
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"stalenes_threshold": 1}, "nearest valid: staleness_threshold"),
+        ({"seed": 1}, "seed is fixed for the run"),
+        ({"staleness_threshold": math.nan}, "finite"),
+        ({"staleness_threshold": math.inf}, "finite"),
+        ({"staleness_threshold": -1}, "greater than or equal to 0"),
+        ({"staleness_threshold": 1e300}, "less than or equal to"),
+        ({"staleness_threshold": True}, "got True"),
+        ({"staleness_threshold": [1]}, "valid number"),
+        ({"staleness_threshold": None}, "valid number"),
+        ({"rollouter.max_concurrent_rollouts": 4}, "no group could ever start"),
+        ({}, "no setting was given"),
+    ],
+)
+def test_bad_change_is_refused_and_changes_nothing(values: dict[str, Any], words: str) -> None:
+    """B118: also for live requests."""
+    live = LiveSettings(Settings())
+    with pytest.raises(ConfigError, match=words):
+        live.change({"trainer.learning_rate": 1e-3, **values} if values else values, author="ann", now=0.0)
+    assert live.revision == 0
+    assert live.settings == Settings()
+
+
+def test_of_two_writers_one_wins_and_the_other_is_told() -> None:
+    live = LiveSettings(Settings())
+    live.change({"staleness_threshold": 1}, author="ann", now=0.0, expected_revision=0)
+    with pytest.raises(ConfigError, match="revision 1, expected 0"):
+        live.change({"staleness_threshold": 2}, author="bob", now=0.0, expected_revision=0)
+    assert live.settings.staleness_threshold == 1
+
+
+@given(
+    st.dictionaries(
+        st.sampled_from(sorted(leaves())), st.one_of(st.integers(-3, 10**7), st.floats(), st.text(max_size=3), st.none())
+    )
+)
+def test_whatever_is_asked_the_tree_stays_valid(values: dict[str, Any]) -> None:
+    live = LiveSettings(Settings())
+    try:
+        live.change(values, author="x", now=0.0)
+    except ConfigError:
+        assert live.settings == Settings()
+    assert with_live(Settings(), live_values(live.settings)) == live.settings
+    assert set(live.values()) == set(live_keys())

@@ -1,0 +1,62 @@
+"""Samples for tests: valid by construction, every field open to change."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from sample_bus.protocols import Leased
+from sample_bus.sample import NO_VERSION, Sample, SampleId, StopReason
+
+
+def make_sample(
+    *,
+    prompt: Sequence[int] = (5, 6, 7),
+    reply: Sequence[int] = (8, 9),
+    logprobs: Sequence[float] | None = None,
+    policy_version: int = 0,
+    reward: float = 0.0,
+    group_id: str = "task-0/0",
+    seat: int = 0,
+    group_size: int = 1,
+    temperature: float = 1.0,
+    **changes: Any,
+) -> Sample:
+    """A single-turn sample: `prompt` untrained, `reply` trained, all of one policy version."""
+    num_prompt, length = len(prompt), len(prompt) + len(reply)
+    behavior = np.zeros(length, np.float32)
+    behavior[num_prompt:] = -0.5 if logprobs is None else logprobs
+    mask = np.zeros(length, np.uint8)
+    mask[num_prompt:] = 1
+    runs = [(0, NO_VERSION), (num_prompt, policy_version)] if num_prompt else [(0, policy_version)]
+    if not len(reply):
+        runs = runs[:1]
+    fields: dict[str, Any] = {
+        "task_id": "task-0",
+        "group_id": group_id,
+        "rollout_id": f"{group_id}/{seat}",
+        "attempt": 0,
+        "seat": seat,
+        "group_size": group_size,
+        "data_source": "test",
+        "tokens": np.array([*prompt, *reply], np.int32),
+        "loss_mask": mask,
+        "behavior_logprobs": behavior,
+        "version_starts": np.array([start for start, _ in runs], np.int32),
+        "versions": np.array([version for _, version in runs], np.int32),
+        "reward": reward,
+        "temperature": temperature,
+        "stop_reason": StopReason.STOP,
+        "num_turns": 1,
+        "settings_revision": 0,
+        "incarnation": "first",
+        "produced_at": 0.0,
+    }
+    return Sample(**{**fields, **changes})
+
+
+def lease(sample: Sample, seq: int, *, producer: str = "rollouter", epoch: int = 1) -> Leased:
+    """A sample as it comes from the bus."""
+    return Leased(id=SampleId(producer, epoch, seq), sample=sample, nbytes=sample.nbytes)
