@@ -1,0 +1,142 @@
+"""Command `headrace`: start a run, look at it, change it.
+
+Exit codes: 0 done, 1 the world said no (a run failed, nobody answers), 2 the user is wrong, 128 + signal when stopped.
+Whatever is heavy is imported by the command that needs it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+_TIMEOUT_S = 5.0
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; returns the exit code."""
+    arguments = _parser().parse_args(argv)
+    try:
+        return int(arguments.run(arguments))
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+
+
+def _up(arguments: argparse.Namespace) -> int:
+    from console.launch import up
+
+    return up(arguments.config, arguments.overrides, plain=arguments.plain)
+
+
+def _status(arguments: argparse.Namespace) -> int:
+    from console.status import status
+
+    return _with_run(
+        arguments, lambda address: status(address, as_json=arguments.json, timeout_s=arguments.timeout_s), name="status"
+    )
+
+
+def _set(arguments: argparse.Namespace) -> int:
+    from configs.errors import ConfigError
+    from console.change import change, parse
+
+    try:
+        parse(arguments.assignments)
+    except ConfigError as error:
+        return _refuse("set", error, 2)
+    return _with_run(
+        arguments,
+        lambda address: change(
+            address,
+            arguments.assignments,
+            author=arguments.author,
+            expected_revision=arguments.expect,
+            timeout_s=arguments.timeout_s,
+        ),
+        name="set",
+    )
+
+
+def _keys(arguments: argparse.Namespace) -> int:
+    from configs.keys import listing
+
+    sys.stdout.write(listing() + "\n")
+    return 0
+
+
+def _with_run(arguments: argparse.Namespace, command: Callable[[str], int], *, name: str) -> int:
+    from configs.errors import ConfigError
+    from console.errors import ConsoleError
+    from sample_bus.errors import BusError
+
+    try:
+        return command(_address(arguments))
+    except ConfigError as error:
+        return _refuse(name, error, 2)
+    except (ConsoleError, BusError) as error:
+        return _refuse(name, error, 1)
+
+
+def _address(arguments: argparse.Namespace) -> str:
+    from console.run_dirs import address_for, address_of, newest_live
+
+    if arguments.address:
+        return str(arguments.address)
+    if arguments.run_dir:
+        return address_of(arguments.run_dir)
+    if arguments.config:
+        from configs.loader import load
+
+        return address_for(load(arguments.config))
+    return address_of(newest_live())
+
+
+def _refuse(name: str, error: Exception, exit_code: int) -> int:
+    sys.stderr.writelines(f"headrace {name}: error: {line}\n" for line in str(error).splitlines())
+    return exit_code
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="headrace", description="Asynchronous reinforcement learning for language models: start a run, look at it, change it."
+    )
+    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+
+    up = commands.add_parser("up", help="start trainer and rollouter here and show the run until it ends")
+    up.add_argument("--config", type=Path, help="YAML file of settings")
+    up.add_argument("--plain", action="store_true", help="plain lines even on a terminal")
+    up.add_argument("overrides", nargs="*", metavar="key=value", help="settings that win over the file (see `headrace keys`)")
+    up.set_defaults(run=_up)
+
+    status = commands.add_parser("status", help="show the state of a run")
+    _choose_run(status)
+    status.add_argument("--json", action="store_true", help="every topic as JSON")
+    status.set_defaults(run=_status)
+
+    change = commands.add_parser("set", help="change live settings of a run")
+    change.add_argument("assignments", nargs="+", metavar="key=value", help="live settings (see `headrace keys`)")
+    change.add_argument("--author", help="who changes it; default: user@host")
+    change.add_argument("--expect", type=int, metavar="REVISION", help="refuse if the settings have moved from this revision")
+    _choose_run(change)
+    change.set_defaults(run=_set)
+
+    keys = commands.add_parser("keys", help="list every setting: type, default, whether it may change live, meaning")
+    keys.set_defaults(run=_keys)
+    return parser
+
+
+def _choose_run(parser: argparse.ArgumentParser) -> None:
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--run-dir", type=Path, help="directory of the run; default: the newest below ./runs that goes on")
+    which.add_argument("--config", type=Path, help="settings file of the run")
+    which.add_argument("--address", help="bus address of the run: ipc://PATH or tcp://HOST:PORT")
+    parser.add_argument("--timeout-s", type=float, default=_TIMEOUT_S, help="deadline for the trainer's answer")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,104 @@
+"""Run directories: taking one for a new run, finding the one of a run that goes on.
+
+A run goes on when something accepts connections at its bus address.
+"""
+
+from __future__ import annotations
+
+import re
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from configs.command import as_yaml
+from configs.loader import load
+from configs.paths import bus_address
+from configs.schema import Settings
+from console.errors import NoRun, RunIsLive
+
+RUNS = Path("runs")
+_SETTINGS_FILE = "settings.yaml"
+_CONNECT_TIMEOUT_S = 1.0
+
+
+def claim(settings: Settings, *, is_explicit: bool) -> Path:
+    """An absolute run directory for a new run, made if need be.
+
+    A directory that an earlier run has used is passed over for `NAME-2`, `NAME-3`, … unless the user named it on the command
+    line or the run resumes. Raises RunIsLive when the directory to be used belongs to a run that goes on.
+    """
+    wanted = settings.run_dir.absolute()
+    if is_explicit or settings.checkpoint.resume != "never":
+        if is_live(bus_address(settings.model_copy(update={"run_dir": wanted}))):
+            raise RunIsLive(f"{wanted}: a run goes on here; stop it, or give another run_dir")
+        wanted.mkdir(parents=True, exist_ok=True)
+        return wanted
+    for candidate in _numbered(wanted):
+        try:
+            candidate.mkdir(parents=True)
+        except FileExistsError:
+            if not candidate.is_dir() or any(candidate.iterdir()):
+                continue
+        return candidate
+    raise AssertionError("directory numbers ran out")
+
+
+def remember(settings: Settings) -> None:
+    """Write the resolved settings into the run directory, where `status` and `set` look for the address."""
+    (settings.run_dir / _SETTINGS_FILE).write_text(as_yaml(settings), encoding="utf-8")
+
+
+def address_of(run_dir: Path) -> str:
+    """Bus address of the run in `run_dir`: from its settings if they were written there, else its socket."""
+    file = run_dir / _SETTINGS_FILE
+    settings = load(file, environment={}) if file.is_file() else Settings()
+    return bus_address(settings.model_copy(update={"run_dir": run_dir.absolute()}))
+
+
+def address_for(settings: Settings) -> str:
+    """Bus address of the newest live run that was started with these settings, or where it would be."""
+    run_dirs = [path for path in _siblings(settings.run_dir) if is_live(address_of(path))]
+    return address_of(max(run_dirs, key=_changed_at)) if run_dirs else bus_address(settings)
+
+
+def newest_live(root: Path = RUNS) -> Path:
+    """The newest run below `root` that goes on. Raises NoRun."""
+    candidates = [path for path in root.iterdir() if path.is_dir()] if root.is_dir() else []
+    for path in sorted(candidates, key=_changed_at, reverse=True):
+        if is_live(address_of(path)):
+            return path
+    raise NoRun(
+        f"no run goes on below {root.absolute()} ({len(candidates)} looked at); name one with --run-dir, --config or --address"
+    )
+
+
+def is_live(address: str) -> bool:
+    """Whether something accepts connections at `address` (`ipc://PATH` or `tcp://HOST:PORT`)."""
+    try:
+        if address.startswith("ipc://"):
+            with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+                probe.settimeout(_CONNECT_TIMEOUT_S)
+                probe.connect(address.removeprefix("ipc://"))
+        else:
+            parts = urlsplit(address)
+            socket.create_connection((parts.hostname or "", parts.port or 0), timeout=_CONNECT_TIMEOUT_S).close()
+    except OSError:
+        return False
+    return True
+
+
+def _numbered(path: Path) -> Iterator[Path]:
+    yield path
+    for count in range(2, 1_000_000):
+        yield path.with_name(f"{path.name}-{count}")
+
+
+def _siblings(path: Path) -> list[Path]:
+    pattern = re.compile(re.escape(path.name) + r"(-\d+)?")
+    parent = path.absolute().parent
+    return [other for other in parent.iterdir() if pattern.fullmatch(other.name)] if parent.is_dir() else []
+
+
+def _changed_at(path: Path) -> float:
+    return path.stat().st_mtime

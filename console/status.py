@@ -1,0 +1,157 @@
+"""`headrace status`: one screen about a run, from its retained topics."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import time
+from typing import Any
+
+import orjson
+
+from configs.schema import BusSettings
+from console.follow import attached
+from console.words import awaited, duration, engine_text, evaluation_text, number, shares_text
+from sample_bus.ledger import Ledger
+from sample_bus.messages import (
+    EndOfRun,
+    LiveSettingsState,
+    RollouterStatus,
+    SettingChange,
+    TrainerStatus,
+    WeightRound,
+)
+from sample_bus.protocols import Control
+
+_RECENT_CHANGES = 5
+
+
+def status(address: str, *, as_json: bool, timeout_s: float) -> int:
+    """Print the state of the run at `address`. Raises NobodyAnswers."""
+    state = asyncio.run(_ask(address, timeout_s))
+    if as_json:
+        sys.stdout.write(orjson.dumps(state_as_json(state), option=orjson.OPT_INDENT_2).decode() + "\n")
+    else:
+        sys.stdout.write(state_as_text(state, now=time.time()) + "\n")
+    return 0
+
+
+class State:
+    """The retained topics of one run at one moment."""
+
+    def __init__(self, address: str, control: Control) -> None:
+        self.address = address
+        self.trainer = control.get("trainer", TrainerStatus)
+        self.rollouter = control.get("rollouter", RollouterStatus)
+        self.live = control.get("settings", LiveSettingsState)
+        self.round = control.get("round", WeightRound)
+        self.end = control.get("end", EndOfRun)
+
+    def ledger(self) -> Ledger | None:
+        if self.trainer is None or self.rollouter is None:
+            return None
+        return Ledger(rollouts=self.rollouter.counts, counts=self.trainer.counts)
+
+
+def state_as_json(state: State) -> dict[str, Any]:
+    """Every topic as it stands, with the ledger's line and what is awaited."""
+    ledger = state.ledger()
+    topics = {
+        "trainer": state.trainer,
+        "rollouter": state.rollouter,
+        "settings": state.live,
+        "round": state.round,
+        "end": state.end,
+    }
+    return {
+        "address": state.address,
+        **{name: value.model_dump(mode="json") if value is not None else None for name, value in topics.items()},
+        "ledger": {"line": ledger.line(), "closes": ledger.closes} if ledger is not None else None,
+        "awaited": awaited(state.trainer, state.rollouter),
+    }
+
+
+def state_as_text(state: State, *, now: float) -> str:
+    """One screen. `now` in Unix seconds."""
+    rows: list[tuple[str, str]] = [("address", state.address)]
+    if state.end is not None:
+        rows.append(("ended", f"{state.end.reason}: {state.end.message}" if state.end.message else str(state.end.reason)))
+    rows += _trainer_rows(state, now)
+    rows += _rollouter_rows(state)
+    rows.append(("waiting for", "; ".join(awaited(state.trainer, state.rollouter)) or "nothing"))
+    rows += _settings_rows(state.live, now)
+    width = max(len(label) for label, _ in rows) + 2
+    return "\n".join(f"{label:<{width}}{text}" for label, text in rows)
+
+
+def _trainer_rows(state: State, now: float) -> list[tuple[str, str]]:
+    trainer = state.trainer
+    if trainer is None:
+        return [("trainer", "has said nothing yet")]
+    rows = [
+        ("trainer", f"{trainer.state}, incarnation {trainer.incarnation}"),
+        ("progress", f"step {trainer.step} of {trainer.num_steps}, policy version {trainer.policy_version}"),
+    ]
+    step = trainer.last_step
+    if step is not None:
+        rows.append(
+            (
+                "last step",
+                f"reward {step.reward_mean:.3f}, loss {step.loss:.4f}, {duration(max(0.0, now - step.finished_at))} ago",
+            )
+        )
+        rows.append(("staleness", f"mean {step.staleness_mean:.2f}, max {step.staleness_max} (last step)"))
+        rows.append(("mismatch", f"mean |engine - trainer| {step.mismatch_mean_abs:.2e}, max {step.mismatch_max_abs:.2e} nats"))
+    if shares_text(trainer.shares):
+        rows.append(("trainer's time", shares_text(trainer.shares)))
+    rows += [("held-out", evaluation_text(result)) for result in trainer.evaluations[-2:]]
+    counts = trainer.counts
+    dropped = sum(counts.dropped.values())
+    reasons = f" ({', '.join(f'{reason} {count}' for reason, count in counts.dropped.items())})" if dropped else ""
+    rows.append(
+        ("samples", f"received {counts.received}, trained {counts.trained}, dropped {dropped}{reasons}, queued {counts.queued}")
+    )
+    return rows
+
+
+def _rollouter_rows(state: State) -> list[tuple[str, str]]:
+    rollouter = state.rollouter
+    if rollouter is None:
+        return [("rollouter", "not connected")]
+    counts = rollouter.counts
+    version = "none" if rollouter.policy_version is None else str(rollouter.policy_version)
+    failed = sum(counts.failed.values())
+    rows = [
+        ("rollouter", f"{rollouter.state}, serving version {version}, settings revision {rollouter.settings_revision}"),
+        (
+            "rollouts",
+            f"admitted {counts.admitted}, in flight {counts.in_flight}, offered {counts.offered}, failed {failed}",
+        ),
+        ("generation", f"{number(rollouter.generated_tokens_per_s)} tokens/s, {rollouter.generated_tokens:,} tokens so far"),
+    ]
+    rows += [(engine.name, engine_text(engine)) for engine in rollouter.engines]
+    ledger = state.ledger()
+    if ledger is not None:
+        rows.append(("ledger", ledger.line()))
+    return rows
+
+
+def _settings_rows(live: LiveSettingsState | None, now: float) -> list[tuple[str, str]]:
+    if live is None:
+        return [("settings", "not known yet")]
+    rows = [("settings", f"revision {live.revision}")]
+    rows += [(f"  {key}", str(value)) for key, value in live.values.items()]
+    if live.changes:
+        rows.append(("recent changes", f"{len(live.changes)} in all"))
+    rows += [(f"  revision {change.revision}", _change_text(change, now)) for change in live.changes[-_RECENT_CHANGES:]]
+    return rows
+
+
+def _change_text(change: SettingChange, now: float) -> str:
+    age = duration(max(0.0, now - change.changed_at))
+    return f"{change.key}: {change.old} → {change.new} by {change.author}, {age} ago, from the {change.scope}"
+
+
+async def _ask(address: str, timeout_s: float) -> State:
+    async with attached(BusSettings(), address, timeout_s=timeout_s) as link:
+        return State(address, link)
