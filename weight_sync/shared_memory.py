@@ -1,0 +1,365 @@
+"""The channel within one host: a ring of two buckets in shared memory, and a Unix socket for the control packets.
+
+Invariant: the ring has no name. It is a memfd that the server makes and passes over the socket, so nothing is left behind
+when either side dies; receivers can only read it. At most two buckets are out; a bucket is written again only after the
+receiver gave it back.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+import socket
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import numpy as np
+import torch
+import xxhash
+from numpy.typing import NDArray
+
+from weight_sync.buckets import ALIGNMENT
+from weight_sync.channel import Bucket, BucketKind, StreamEnd
+from weight_sync.errors import IntegrityError, PeerFailed, PeerLost, ProtocolError, TransferTimeout, WeightSyncError
+from weight_sync.packets import (
+    MAX_PACKET_BYTES,
+    BucketSent,
+    Done,
+    End,
+    Fail,
+    Free,
+    Hello,
+    Packet,
+    Welcome,
+    decode,
+    encode,
+)
+
+NUM_SLOTS = 2
+MAX_BUCKET_BYTES = 1 << 30
+ADDRESS_SCHEME = "unix:"
+_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
+_F_SEAL_FUTURE_WRITE = 0x10
+
+
+class Ring:
+    """Two buckets of shared memory, mapped and faulted in once, then reused from transfer to transfer."""
+
+    def __init__(self, bucket_bytes: int) -> None:
+        bucket_bytes = bucket_bytes // ALIGNMENT * ALIGNMENT
+        self.bucket_bytes = bucket_bytes
+        self.fd = os.memfd_create("headrace-weights", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        try:
+            os.ftruncate(self.fd, NUM_SLOTS * bucket_bytes)
+            memory = mmap.mmap(self.fd, NUM_SLOTS * bucket_bytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE)
+            fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, _SEALS | _F_SEAL_FUTURE_WRITE)
+        except OSError:
+            os.close(self.fd)
+            raise
+        whole = torch.frombuffer(memory, dtype=torch.uint8)
+        self.slots = tuple(whole[slot * bucket_bytes : (slot + 1) * bucket_bytes] for slot in range(NUM_SLOTS))
+
+    def close(self) -> None:
+        """Close the descriptor; the memory goes when the last view of it does."""
+        os.close(self.fd)
+
+
+class _Connection:
+    """Sends and receives packets under deadlines; every error names the phase, the peer and the bucket."""
+
+    def __init__(self, sock: socket.socket, *, peer: str, deadline: float, wait_s: float) -> None:
+        self.sock = sock
+        self.peer = peer
+        self._deadline = deadline
+        self.wait_s = wait_s
+        self.cut_reason: str | None = None
+        self.place = "handshake"
+        """Where the transfer stands, for messages."""
+
+    def _arm(self) -> float:
+        wait_s = min(self.wait_s, self._deadline - time.monotonic())
+        self.sock.settimeout(max(wait_s, 0.001))
+        return wait_s
+
+    def send(self, packet: Packet, fd: int | None = None) -> None:
+        wait_s = self._arm()
+        data = encode(packet)
+        try:
+            if fd is None:
+                self.sock.sendall(data)
+            else:
+                socket.send_fds(self.sock, [data], [fd])
+        except TimeoutError:
+            raise TransferTimeout(f"{self.peer} took no packet for {wait_s:.1f} s, {self.place}") from None
+        except OSError as error:
+            raise self._last_words() or self._lost(error) from error
+
+    def receive(self) -> Packet:
+        return self.receive_with_fd()[0]
+
+    def receive_with_fd(self) -> tuple[Packet, int | None]:
+        wait_s = self._arm()
+        try:
+            data, fds, _, _ = socket.recv_fds(self.sock, MAX_PACKET_BYTES, 1, socket.MSG_CMSG_CLOEXEC)
+        except TimeoutError:
+            raise TransferTimeout(f"{self.peer} was silent for {wait_s:.1f} s, {self.place}") from None
+        except OSError as error:
+            raise self._last_words() or self._lost(error) from error
+        fd = fds[0] if fds else None
+        try:
+            if not data:
+                raise self._lost(None)
+            packet = decode(data)
+            if isinstance(packet, Fail):
+                raise PeerFailed(f"{self.peer} stopped, {self.place}: {packet.reason}")
+        except WeightSyncError:
+            if fd is not None:
+                os.close(fd)
+            raise
+        return packet, fd
+
+    def _last_words(self) -> WeightSyncError | None:
+        """A reason that the peer sent before it closed, if there is one."""
+        try:
+            self.sock.settimeout(0.001)
+            while data := self.sock.recv(MAX_PACKET_BYTES):
+                packet = decode(data)
+                if isinstance(packet, Fail):
+                    return PeerFailed(f"{self.peer} stopped, {self.place}: {packet.reason}")
+        except (OSError, ProtocolError):
+            return None
+        return None
+
+    def _lost(self, error: OSError | None) -> WeightSyncError:
+        if self.cut_reason is not None:
+            return TransferTimeout(f"{self.peer} was cut off, {self.place}: {self.cut_reason}")
+        detail = f" ({error})" if error is not None else ""
+        return PeerLost(f"{self.peer} closed the connection, {self.place}{detail}")
+
+    def cut(self, reason: str) -> None:
+        """End the transfer from another thread; its waits fail with `reason`."""
+        self.cut_reason = reason
+        try:
+            self.sock.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            pass  # it has ended already, which is what was wanted
+
+    def give_up(self, reason: str) -> None:
+        """Tell the peer why, if it still listens."""
+        try:
+            self.sock.settimeout(0.1)
+            self.sock.sendall(encode(Fail(reason=reason)))
+        except OSError:
+            pass  # it is gone; the error that brought us here says so
+
+
+class SharedMemorySender:
+    """The server's end of one transfer; a `SendChannel`."""
+
+    def __init__(
+        self, sock: socket.socket, *, peer: str, deadline: float, handshake_timeout_s: float, bucket_timeout_s: float
+    ) -> None:
+        self.connection = _Connection(sock, peer=peer, deadline=deadline, wait_s=handshake_timeout_s)
+        self._bucket_timeout_s = bucket_timeout_s
+        self._ring: Ring | None = None
+        self._out: list[int] = []
+        self._slot: int | None = None
+        self._num_sent = 0
+
+    def receive_hello(self) -> Hello:
+        packet = self.connection.receive()
+        if not isinstance(packet, Hello):
+            raise ProtocolError(f"{self.connection.peer} sent {type(packet).__name__}, expected Hello")
+        self.connection.peer = f"engine {packet.engine!r} (staging {packet.nonce})"
+        self.connection.wait_s = self._bucket_timeout_s
+        return packet
+
+    def welcome(self, ring: Ring) -> None:
+        self._ring = ring
+        self.connection.send(Welcome(bucket_bytes=ring.bucket_bytes), fd=ring.fd)
+
+    @property
+    def bucket_bytes(self) -> int:
+        return self._opened().bucket_bytes
+
+    def _opened(self) -> Ring:
+        assert self._ring is not None, "the transfer has not been opened: call welcome() first"
+        return self._ring
+
+    def next_bucket(self) -> torch.Tensor:
+        ring = self._opened()
+        if len(self._out) == NUM_SLOTS:
+            self.connection.place = f"waiting for bucket {self._num_sent - NUM_SLOTS} to be taken"
+            packet = self.connection.receive()
+            if not isinstance(packet, Free) or packet.slot != self._out[0]:
+                raise ProtocolError(f"{self.connection.peer} sent {packet}, expected Free of slot {self._out[0]}")
+            self._slot = self._out.pop(0)
+        else:
+            self._slot = len(self._out)
+        return ring.slots[self._slot]
+
+    def send_bucket(self, kind: BucketKind, sequence: int, *, payload_bytes: int, header: bytes) -> None:
+        assert self._slot is not None, "send_bucket without next_bucket"
+        memory = self._opened().slots[self._slot].numpy()
+        memory[payload_bytes : payload_bytes + len(header)] = np.frombuffer(header, dtype=np.uint8)
+        self.connection.place = f"sending bucket {self._num_sent}"
+        self.connection.send(
+            BucketSent(
+                kind=kind,
+                sequence=sequence,
+                slot=self._slot,
+                payload_bytes=payload_bytes,
+                header_bytes=len(header),
+                header_checksum=xxhash.xxh3_64_intdigest(header),
+            )
+        )
+        self._out.append(self._slot)
+        self._slot = None
+        self._num_sent += 1
+
+    def finish(self, end: StreamEnd) -> None:
+        self.connection.place = f"after the last bucket ({self._num_sent - 1})"
+        self.connection.send(
+            End(
+                policy_version=end.policy_version,
+                manifest_digest=end.manifest_digest,
+                num_tensors=end.num_tensors,
+                total_bytes=end.total_bytes,
+                num_buckets=end.num_buckets,
+            )
+        )
+        while isinstance(packet := self.connection.receive(), Free) and self._out:
+            self._out.pop(0)
+        if not isinstance(packet, Done) or packet.manifest_digest != end.manifest_digest:
+            raise ProtocolError(f"{self.connection.peer} sent {packet}, expected Done with digest {end.manifest_digest}")
+
+
+class SharedMemoryReceiver:
+    """The engine's end of one transfer; a `ReceiveChannel` and a context manager.
+
+    Left with an exception, it tells the server what went wrong before it closes.
+    """
+
+    def __init__(self, connection: _Connection, memory: NDArray[np.uint8], bucket_bytes: int, policy_version: int) -> None:
+        self.connection = connection
+        self._memory = memory
+        self._bucket_bytes = bucket_bytes
+        self._policy_version = policy_version
+        self._slot: int | None = None
+        self._next_slot = 0
+
+    @property
+    def policy_version(self) -> int:
+        return self._policy_version
+
+    def receive(self) -> Bucket | StreamEnd:
+        packet = self.connection.receive()
+        match packet:
+            case BucketSent():
+                return self._open_bucket(packet)
+            case End():
+                return StreamEnd(
+                    policy_version=packet.policy_version,
+                    manifest_digest=packet.manifest_digest,
+                    num_tensors=packet.num_tensors,
+                    total_bytes=packet.total_bytes,
+                    num_buckets=packet.num_buckets,
+                )
+            case _:
+                raise ProtocolError(f"{self.connection.peer} sent {type(packet).__name__}, expected a bucket or the end")
+
+    def _open_bucket(self, packet: BucketSent) -> Bucket:
+        self.connection.place = f"at bucket {packet.sequence}"
+        if packet.slot != self._next_slot or packet.payload_bytes + packet.header_bytes > self._bucket_bytes:
+            raise ProtocolError(f"got {packet}, expected slot {self._next_slot} and at most {self._bucket_bytes} bytes")
+        start = packet.slot * self._bucket_bytes
+        payload = self._memory[start : start + packet.payload_bytes]
+        header = self._memory[start + packet.payload_bytes :][: packet.header_bytes].tobytes()
+        if xxhash.xxh3_64_intdigest(header) != packet.header_checksum:
+            raise IntegrityError(f"the header of bucket {packet.sequence} has another checksum than the one announced")
+        try:
+            kind = BucketKind(packet.kind)
+        except ValueError as error:
+            raise ProtocolError(f"bucket {packet.sequence} has kind {packet.kind}, which is unknown") from error
+        self._slot = packet.slot
+        return Bucket(kind=kind, sequence=packet.sequence, payload=payload, header=header)
+
+    def release(self) -> None:
+        assert self._slot is not None, "release without receive"
+        self.connection.send(Free(slot=self._slot))
+        self._next_slot = (self._slot + 1) % NUM_SLOTS
+        self._slot = None
+
+    def confirm(self, manifest_digest: str) -> None:
+        self.connection.send(Done(manifest_digest=manifest_digest))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if error is not None and not isinstance(error, PeerLost | PeerFailed):
+            self.connection.give_up(f"{type(error).__name__}: {error}")
+        self.connection.sock.close()
+
+
+def socket_path(address: str) -> str:
+    """The path in `unix:PATH`; raises `ValueError` on any other address."""
+    path = address.removeprefix(ADDRESS_SCHEME)
+    if path == address or not Path(path).is_absolute() or len(path.encode()) > 107:
+        raise ValueError(f"got weight-sync address {address!r}, expected unix:/PATH with a path of at most 107 bytes")
+    return path
+
+
+def connect(
+    address: str,
+    *,
+    policy_version: int,
+    engine: str,
+    nonce: str,
+    timeout_s: float,
+    rank: int = 0,
+    num_ranks: int = 1,
+    on_socket: Callable[[Callable[[str], None]], None] | None = None,
+) -> SharedMemoryReceiver:
+    """Open the transfer of `policy_version`; the whole of it must end within `timeout_s`.
+
+    Args:
+        on_socket: called with a function `cut(reason)` that ends the transfer from any thread.
+
+    Raises:
+        PeerLost: nobody serves on `address`, or it went away.
+        PeerFailed: the server refused; the message says why.
+    """
+    path = socket_path(address)
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    peer = f"the weight server at {address}"
+    connection = _Connection(sock, peer=peer, deadline=time.monotonic() + timeout_s, wait_s=timeout_s)
+    fd: int | None = None
+    try:
+        if on_socket is not None:
+            on_socket(connection.cut)
+        sock.settimeout(timeout_s)
+        try:
+            sock.connect(path)
+        except OSError as error:
+            raise PeerLost(f"{peer} does not answer: {error}") from error
+        hello = Hello(policy_version=policy_version, engine=engine, nonce=nonce, rank=rank, num_ranks=num_ranks)
+        connection.send(hello)
+        packet, fd = connection.receive_with_fd()
+        if not isinstance(packet, Welcome) or fd is None or not 0 < packet.bucket_bytes <= MAX_BUCKET_BYTES:
+            raise ProtocolError(f"{peer} sent {packet} {'with' if fd else 'without'} a ring, expected Welcome with one")
+        num_bytes = NUM_SLOTS * packet.bucket_bytes
+        if os.fstat(fd).st_size != num_bytes:
+            raise ProtocolError(f"{peer} passed a ring of {os.fstat(fd).st_size} bytes, expected {num_bytes}")
+        memory = mmap.mmap(fd, num_bytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE, prot=mmap.PROT_READ)
+    except BaseException:
+        sock.close()
+        raise
+    finally:
+        if fd is not None:
+            os.close(fd)
+    return SharedMemoryReceiver(connection, np.frombuffer(memory, dtype=np.uint8), packet.bucket_bytes, policy_version)

@@ -1,0 +1,226 @@
+"""The engine's side of weight sync: pull a policy version into host memory while the engine goes on generating.
+
+Invariant: what is handed out for loading is complete and verified, and is exactly the version and digest that was asked for.
+Two arenas alternate, so the weights loaded last stay in memory while the next version arrives; they are what a failed load
+falls back to. One staging runs at a time; a newer one ends the older.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+import structlog
+import torch
+
+from weight_sync.arena import Arena
+from weight_sync.errors import NotStaged, WeightSyncError
+from weight_sync.manifest import Manifest
+from weight_sync.shared_memory import connect, socket_path
+from weight_sync.stream import receive_weights
+
+log = structlog.get_logger()
+
+_SETTLE_S = 5.0
+
+
+class StagingState(StrEnum):
+    IDLE = "idle"
+    STAGING = "staging"
+    STAGED = "staged"
+    FAILED = "failed"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StagedWeights:
+    """One complete, verified version in host memory."""
+
+    policy_version: int
+    manifest: Manifest
+    tensors: dict[str, torch.Tensor]
+    """By name; views of an arena. Tied tensors stand under the one name under which they travelled."""
+    arena: int
+
+    @property
+    def digest(self) -> str:
+        return self.manifest.digest
+
+
+@dataclass(slots=True, eq=False)
+class _Attempt:
+    """One staging; `cut` ends it from any thread."""
+
+    address: str
+    policy_version: int
+    engine: str
+    nonce: str
+    timeout_s: float
+    thread: threading.Thread | None = None
+    cut: Callable[[str], None] | None = None
+    cut_reason: str | None = None
+    manifest: Manifest | None = None
+    started: float = field(default_factory=time.monotonic)
+
+
+class StagingArea:
+    """Host memory of one engine worker for the weights that it will load next.
+
+    Args:
+        check_manifest: refuses, by raising, weights that the engine's model could not take; called before any weight moves.
+    """
+
+    def __init__(self, *, check_manifest: Callable[[Manifest], None], rank: int = 0, num_ranks: int = 1) -> None:
+        self._check_manifest = check_manifest
+        self._rank = rank
+        self._num_ranks = num_ranks
+        self._arenas = (Arena(), Arena())
+        self._lock = threading.Lock()
+        self._attempt: _Attempt | None = None
+        self._staged: StagedWeights | None = None
+        self._loaded: StagedWeights | None = None
+        self._state = StagingState.IDLE
+        self._error = ""
+
+    @property
+    def loaded(self) -> StagedWeights | None:
+        """What the model holds, as `mark_loaded` said; None before the first commit."""
+        return self._loaded
+
+    def status(self) -> dict[str, object]:
+        """State, versions and error in plain values."""
+        with self._lock:
+            return {
+                "state": self._state.value,
+                "staged": self._staged.policy_version if self._staged else None,
+                "loaded": self._loaded.policy_version if self._loaded else None,
+                "error": self._error,
+            }
+
+    def stage(self, address: str, policy_version: int, *, engine: str, nonce: str, timeout_s: float) -> None:
+        """Begin to pull `policy_version` from `address` in a thread and return; the server learns how it ended.
+
+        A staging under way is ended first. Weights that were staged but not committed are forgotten.
+
+        Raises:
+            ValueError: `address` is none, or `timeout_s` is not positive.
+        """
+        socket_path(address)
+        if not timeout_s > 0:
+            raise ValueError(f"got timeout_s={timeout_s}, expected more than 0")
+        attempt = _Attempt(address, policy_version, engine, nonce, timeout_s)
+        with self._lock:
+            before, self._attempt = self._attempt, attempt
+            self._staged = None
+            self._state = StagingState.STAGING
+            self._error = ""
+            attempt.thread = threading.Thread(target=self._run, args=(attempt, before), name="weights-stage", daemon=True)
+            if before is not None:
+                _cut(before, f"staging {nonce} of version {policy_version} takes its place")
+            attempt.thread.start()
+
+    def close(self) -> None:
+        """End a staging under way and wait for its thread."""
+        with self._lock:
+            attempt = self._attempt
+            if attempt is not None:
+                _cut(attempt, "the engine shuts down")
+        if attempt is not None and attempt.thread is not None:
+            attempt.thread.join(5.0)
+
+    def get(self, policy_version: int, manifest_digest: str) -> StagedWeights:
+        """The staged weights.
+
+        Raises:
+            NotStaged: they are not exactly `policy_version` with `manifest_digest`.
+        """
+        with self._lock:
+            attempt = self._attempt
+        if attempt is not None and attempt.manifest is not None and attempt.manifest.digest == manifest_digest:
+            assert attempt.thread is not None
+            attempt.thread.join(_SETTLE_S)  # the server may know of the last packet before this thread has noted it
+        with self._lock:
+            staged, state, error = self._staged, self._state, self._error
+        if staged is None or (staged.policy_version, staged.digest) != (policy_version, manifest_digest):
+            held = f"version {staged.policy_version} with digest {staged.digest}" if staged else "nothing"
+            detail = f", last staging failed: {error}" if error else f", state: {state.value}"
+            raise NotStaged(
+                f"asked for version {policy_version} with digest {manifest_digest}, staged is {held}{detail}"
+            )
+        return staged
+
+    def mark_loaded(self, weights: StagedWeights) -> None:
+        """The model now holds `weights`; the next staging overwrites what it held before."""
+        with self._lock:
+            self._loaded = weights
+            self._staged = None
+            self._state = StagingState.IDLE
+
+    # ── the thread ───────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _run(self, attempt: _Attempt, before: _Attempt | None) -> None:
+        if before is not None and before.thread is not None:
+            before.thread.join()
+        try:
+            staged = self._receive(attempt)
+        except (WeightSyncError, OSError) as error:
+            self._end(attempt, None, f"{type(error).__name__}: {error}")
+            log.warning("staging failed", policy_version=attempt.policy_version, nonce=attempt.nonce, error=str(error))
+        except BaseException as error:
+            self._end(attempt, None, repr(error))
+            raise
+        else:
+            self._end(attempt, staged, "")
+            seconds = round(time.monotonic() - attempt.started, 3)
+            log.info("weights staged", policy_version=attempt.policy_version, digest=staged.digest, seconds=seconds)
+
+    def _end(self, attempt: _Attempt, staged: StagedWeights | None, error: str) -> None:
+        with self._lock:
+            if self._attempt is attempt:
+                self._attempt = None
+                self._staged = staged
+                self._state = StagingState.STAGED if staged else StagingState.FAILED
+                self._error = error
+
+    def _receive(self, attempt: _Attempt) -> StagedWeights:
+        with self._lock:
+            arena_index = 0 if self._loaded is None else 1 - self._loaded.arena
+        arena = self._arenas[arena_index]
+        arena.reset()
+
+        def check(manifest: Manifest) -> None:
+            attempt.manifest = manifest
+            self._check_manifest(manifest)
+            arena.reserve(manifest.total_bytes + 64 * manifest.num_tensors)
+
+        channel = connect(
+            attempt.address,
+            policy_version=attempt.policy_version,
+            engine=attempt.engine,
+            nonce=attempt.nonce,
+            timeout_s=attempt.timeout_s,
+            rank=self._rank,
+            num_ranks=self._num_ranks,
+            on_socket=lambda cut: self._connected(attempt, cut),
+        )
+        with channel:
+            tensors = dict(receive_weights(channel, allocate=arena.take, check_manifest=check))
+        if attempt.manifest is None:
+            raise WeightSyncError(f"{attempt.address} sent no manifest of version {attempt.policy_version}")
+        return StagedWeights(
+            policy_version=attempt.policy_version, manifest=attempt.manifest, tensors=tensors, arena=arena_index
+        )
+
+    def _connected(self, attempt: _Attempt, cut: Callable[[str], None]) -> None:
+        with self._lock:
+            attempt.cut = cut
+            if attempt.cut_reason is not None:
+                cut(attempt.cut_reason)
+
+
+def _cut(attempt: _Attempt, reason: str) -> None:
+    attempt.cut_reason = reason
+    if attempt.cut is not None:
+        attempt.cut(reason)

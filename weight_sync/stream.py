@@ -1,0 +1,286 @@
+"""Stream named tensors over a channel, in buckets: `send_weights` and `receive_weights`.
+
+Invariant: what `receive_weights` yields is whole and has the checksum that the sender computed over what it sent; a bucket
+that is missing, repeated, late or altered ends the stream with an error. Beyond the channel's two buckets neither side needs
+memory for the transfer itself.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import xxhash
+
+from weight_sync.buckets import BucketLayout, Piece, decode_header, encode_header
+from weight_sync.channel import Bucket, BucketKind, ReceiveChannel, SendChannel, StreamEnd
+from weight_sync.errors import IntegrityError, ProtocolError
+from weight_sync.manifest import Manifest, TensorSpec
+from weight_sync.tensors import copy_flat, wire_dtype_of, without_aliases
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SendReport:
+    """What one transfer carried; the receiver has confirmed it."""
+
+    policy_version: int
+    manifest_digest: str
+    num_tensors: int
+    total_bytes: int
+    num_buckets: int
+    """Buckets with weights."""
+    seconds: float
+
+
+class _BucketWriter:
+    """Fills and sends one bucket after the other."""
+
+    def __init__(self, channel: SendChannel, policy_version: int) -> None:
+        self._channel = channel
+        self._policy_version = policy_version
+        self._layout = BucketLayout(channel.bucket_bytes)
+        self._memory: torch.Tensor | None = None
+        self._pieces: list[Piece] = []
+        self.num_sent = 0
+
+    def write(self, index: int, spec: TensorSpec, source: torch.Tensor, checksum: int | None) -> int:
+        """Send a tensor; returns its checksum, computed unless it is given."""
+        hasher = xxhash.xxh3_64() if checksum is None else None
+        offset, total = 0, spec.num_bytes
+        while True:
+            placed = self._layout.place(spec, total - offset)
+            if placed is None:
+                self.flush()
+                continue
+            position, length = placed
+            if self._memory is None:
+                self._memory = self._channel.next_bucket()
+            if length:
+                window = self._memory[position : position + length]
+                copy_flat(window.view(spec.dtype), source, offset // spec.dtype.itemsize)
+                if hasher is not None:
+                    hasher.update(window.numpy().data)
+            done = offset + length == total
+            if done and hasher is not None:
+                checksum = hasher.intdigest()
+            piece_checksum = checksum if done and checksum is not None else 0
+            self._pieces.append(
+                Piece(index=index, spec=spec, offset=offset, length=length, position=position, checksum=piece_checksum)
+            )
+            offset += length
+            if done:
+                return piece_checksum
+
+    def flush(self) -> None:
+        if not self._pieces:
+            return
+        header = encode_header(self._pieces, sequence=self.num_sent, policy_version=self._policy_version)
+        self._channel.send_bucket(
+            BucketKind.WEIGHTS, self.num_sent, payload_bytes=self._layout.payload_end, header=header
+        )
+        self.num_sent += 1
+        self._memory = None
+        self._pieces.clear()
+        self._layout = BucketLayout(self._channel.bucket_bytes)
+
+
+def send_weights(
+    channel: SendChannel,
+    named_tensors: Iterable[tuple[str, torch.Tensor]],
+    *,
+    policy_version: int,
+    dtype: torch.dtype | None = None,
+    manifest: Manifest | None = None,
+) -> SendReport:
+    """Stream the tensors; return once the receiver has confirmed that it holds them all.
+
+    Floating tensors travel in `dtype` (None: as they are), all others untouched. Tied tensors travel once. Tensors may be
+    strided, sharded, on any device, without elements, and larger than a bucket.
+
+    Args:
+        manifest: when it is known beforehand it is sent first, so that the receiver can refuse before any weight moves, and
+            its checksums are used instead of new ones. It must describe exactly `named_tensors`.
+
+    Raises:
+        TransferTimeout, PeerLost, PeerFailed: see the channel.
+        ProtocolError: a tensor is not the one that `manifest` describes.
+    """
+    started = time.monotonic()
+    if manifest is not None:
+        _send_manifest(channel, manifest)
+    writer = _BucketWriter(channel, policy_version)
+    aliases: list[tuple[str, str]] = []
+    specs: list[TensorSpec] = []
+    checksums: list[int] = []
+    for index, (name, tensor) in enumerate(without_aliases(named_tensors, aliases)):
+        spec = TensorSpec(name=name, dtype=wire_dtype_of(tensor, dtype), shape=tuple(tensor.shape))
+        if manifest is not None and (index >= manifest.num_tensors or manifest.specs[index] != spec):
+            raise ProtocolError(f"tensor {index} is {spec}, which is not what the manifest describes")
+        specs.append(spec)
+        checksums.append(writer.write(index, spec, tensor, None if manifest is None else manifest.checksums[index]))
+    writer.flush()
+    sent = Manifest(specs=tuple(specs), checksums=tuple(checksums), aliases=tuple(aliases))
+    if manifest is not None and sent.num_tensors != manifest.num_tensors:
+        raise ProtocolError(f"got {sent.num_tensors} tensors, the manifest describes {manifest.num_tensors}")
+    end = StreamEnd(
+        policy_version=policy_version,
+        manifest_digest=sent.digest,
+        num_tensors=sent.num_tensors,
+        total_bytes=sent.total_bytes,
+        num_buckets=writer.num_sent,
+    )
+    channel.finish(end)
+    return SendReport(
+        policy_version=policy_version,
+        manifest_digest=end.manifest_digest,
+        num_tensors=end.num_tensors,
+        total_bytes=end.total_bytes,
+        num_buckets=end.num_buckets,
+        seconds=time.monotonic() - started,
+    )
+
+
+def _send_manifest(channel: SendChannel, manifest: Manifest) -> None:
+    encoded = np.frombuffer(manifest.encode(), dtype=np.uint8)
+    for sequence, start in enumerate(range(0, len(encoded), channel.bucket_bytes)):
+        part = encoded[start : start + channel.bucket_bytes]
+        channel.next_bucket().numpy()[: len(part)] = part
+        channel.send_bucket(BucketKind.MANIFEST, sequence, payload_bytes=len(part), header=b"")
+
+
+def _own_memory(num_bytes: int) -> torch.Tensor:
+    return torch.empty(num_bytes, dtype=torch.uint8)
+
+
+def receive_weights(
+    channel: ReceiveChannel,
+    *,
+    allocate: Callable[[int], torch.Tensor] = _own_memory,
+    check_manifest: Callable[[Manifest], None] | None = None,
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield (name, tensor) as tensors complete, each verified; confirm to the sender after the last one was taken.
+
+    Args:
+        allocate: gives uint8[num_bytes] in which a tensor is put together and stays, aligned to 64 bytes.
+        check_manifest: called with the manifest before any weight moves, when the sender sends one; it refuses by raising.
+
+    Raises:
+        IntegrityError: a tensor is not what was sent, or not all of it arrived.
+        ProtocolError: the stream is none.
+        TransferTimeout, PeerLost, PeerFailed: see the channel.
+    """
+    receiver = _Receiver(channel.policy_version, allocate, check_manifest)
+    while True:
+        received = channel.receive()
+        if isinstance(received, StreamEnd):
+            receiver.check_end(received)
+            channel.confirm(received.manifest_digest)
+            return
+        complete = receiver.take(received)
+        channel.release()
+        yield from complete
+
+
+class _Receiver:
+    """Puts tensors together from buckets, in order, and checks each."""
+
+    def __init__(
+        self,
+        policy_version: int,
+        allocate: Callable[[int], torch.Tensor],
+        check_manifest: Callable[[Manifest], None] | None,
+    ) -> None:
+        self._policy_version = policy_version
+        self._allocate = allocate
+        self._check_manifest = check_manifest
+        self._encoded_manifest = bytearray()
+        self._manifest: Manifest | None = None
+        self._num_buckets = 0
+        self._specs: list[TensorSpec] = []
+        self._checksums: list[int] = []
+        self._memory: torch.Tensor | None = None
+        self._filled = 0
+        self._hasher = xxhash.xxh3_64()
+
+    def take(self, bucket: Bucket) -> list[tuple[str, torch.Tensor]]:
+        """Copy a bucket out; the tensors that are complete now."""
+        if bucket.kind is BucketKind.MANIFEST:
+            self._encoded_manifest += bucket.payload.tobytes()
+            return []
+        if self._num_buckets == 0:
+            self._open_manifest()
+        pieces = decode_header(
+            bucket.header,
+            payload_bytes=len(bucket.payload),
+            sequence=self._num_buckets,
+            policy_version=self._policy_version,
+        )
+        self._num_buckets += 1
+        return [complete for piece in pieces if (complete := self._take_piece(piece, bucket)) is not None]
+
+    def _open_manifest(self) -> None:
+        if self._encoded_manifest:
+            self._manifest = Manifest.decode(bytes(self._encoded_manifest))
+            if self._check_manifest is not None:
+                self._check_manifest(self._manifest)
+
+    def _take_piece(self, piece: Piece, bucket: Bucket) -> tuple[str, torch.Tensor] | None:
+        if self._memory is None:
+            self._begin(piece)
+        memory = self._memory
+        assert memory is not None
+        if piece.index != len(self._specs) - 1 or piece.spec != self._specs[-1] or piece.offset != self._filled:
+            raise IntegrityError(
+                f"bucket {bucket.sequence}: got byte {piece.offset} of tensor {piece.index} ({piece.spec}), expected byte "
+                f"{self._filled} of tensor {len(self._specs) - 1} ({self._specs[-1]})"
+            )
+        if piece.length:
+            window = memory.numpy()[piece.offset : piece.offset + piece.length]
+            np.copyto(window, bucket.payload[piece.position : piece.position + piece.length])
+            self._hasher.update(window.data)
+        self._filled += piece.length
+        return self._complete(piece, memory) if piece.is_last else None
+
+    def _begin(self, piece: Piece) -> None:
+        index = len(self._specs)
+        if self._manifest is not None and (
+            index >= self._manifest.num_tensors or self._manifest.specs[index] != piece.spec
+        ):
+            raise IntegrityError(f"tensor {index} is {piece.spec}, which is not what the manifest describes")
+        self._specs.append(piece.spec)
+        self._memory = self._allocate(piece.spec.num_bytes)
+        self._filled = 0
+        self._hasher.reset()
+
+    def _complete(self, piece: Piece, memory: torch.Tensor) -> tuple[str, torch.Tensor]:
+        checksum = self._hasher.intdigest()
+        expected = piece.checksum if self._manifest is None else self._manifest.checksums[piece.index]
+        if not checksum == piece.checksum == expected:
+            raise IntegrityError(
+                f"tensor {piece.spec} has checksum {checksum:016x}, the sender says {piece.checksum:016x} and its manifest "
+                f"{expected:016x}"
+            )
+        self._checksums.append(checksum)
+        self._memory = None
+        return piece.spec.name, memory.view(piece.spec.dtype).view(piece.spec.shape)
+
+    def check_end(self, end: StreamEnd) -> None:
+        if self._num_buckets == 0:
+            self._open_manifest()
+        if self._memory is not None:
+            raise IntegrityError(f"tensor {self._specs[-1]} ends after {self._filled} of {self._specs[-1].num_bytes} bytes")
+        got = Manifest(specs=tuple(self._specs), checksums=tuple(self._checksums))
+        summary = StreamEnd(
+            policy_version=self._policy_version,
+            manifest_digest=got.digest,
+            num_tensors=got.num_tensors,
+            total_bytes=got.total_bytes,
+            num_buckets=self._num_buckets,
+        )
+        if summary != end:
+            raise IntegrityError(f"got {summary}, the sender says {end}")
+        if self._manifest is not None and self._manifest.digest != got.digest:
+            raise IntegrityError(f"got tensors with digest {got.digest}, the manifest has {self._manifest.digest}")
