@@ -1,0 +1,100 @@
+"""The model's tokenizer as the rollouter needs it: prompts to ids, replies to text, stop strings to ids.
+
+Invariant: a prompt is encoded once, with exactly the special tokens that its form asks for; what an engine sampled is only ever
+decoded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol, cast
+
+import numpy as np
+import numpy.typing as npt
+
+from configs.errors import ConfigError
+from rollouter.errors import DataError
+from rollouter.tasks import Message
+
+UNKNOWN_TOKEN_TEXT = "\N{REPLACEMENT CHARACTER}"
+"""What an id beyond the tokenizer's vocabulary reads as."""
+
+
+class Tokenizer(Protocol):
+    """The part of a Hugging Face tokenizer that is used here."""
+
+    eos_token_id: int | None
+
+    def __len__(self) -> int: ...
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]: ...
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str: ...
+
+    def apply_chat_template(self, conversation: Any, *, tokenize: bool, add_generation_prompt: bool) -> Any: ...
+
+
+class Codec:
+    """Prompts in, replies out. Implements `agent_loop.session.TextCodec`."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._size = len(tokenizer)
+
+    def encode(self, text: str) -> list[int]:
+        return self._tokenizer.encode(text, add_special_tokens=False)
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        ids = [int(token) for token in token_ids]
+        text = ""
+        begin = 0
+        for at, token in enumerate(ids):
+            if not 0 <= token < self._size:
+                text += self._text(ids[begin:at]) + UNKNOWN_TOKEN_TEXT
+                begin = at + 1
+        return text + self._text(ids[begin:])
+
+    def encode_prompt(self, prompt: str | tuple[Message, ...]) -> tuple[str, npt.NDArray[np.int32]]:
+        """(text, ids): text as it stands with the tokenizer's own special tokens; messages through the chat template, which
+        brings its special tokens itself.
+
+        Raises DataError when the model has no chat template or the template refuses the messages.
+        """
+        if isinstance(prompt, str):
+            return prompt, np.array(self._tokenizer.encode(prompt, add_special_tokens=True), np.int32)
+        messages = [dict(message) for message in prompt]
+        try:
+            text = self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        except Exception as error:  # a template is a program of the model's author: it may raise anything
+            raise DataError(f"the model's chat template refused {messages!r}: {type(error).__name__}: {error}") from error
+        return cast(str, text), np.array(self.encode(text), np.int32)
+
+    def stop_token_ids(self, stop: Sequence[str]) -> tuple[int, ...]:
+        """Ids at which a turn ends: the end-of-sequence token, if any, and one for each string.
+
+        Raises ConfigError for a string that is not exactly one token.
+        """
+        found = [] if self._tokenizer.eos_token_id is None else [int(self._tokenizer.eos_token_id)]
+        for text in stop:
+            ids = self.encode(text)
+            if len(ids) != 1:
+                raise ConfigError(f"sampling.stop: got {text!r}, {len(ids)} tokens of this model, expected exactly one")
+            found += ids
+        return tuple(dict.fromkeys(found))
+
+    def _text(self, ids: list[int]) -> str:
+        return self._tokenizer.decode(ids, skip_special_tokens=True) if ids else ""
+
+
+def load_codec(model_dir: str, *, trust_remote_code: bool) -> Codec:
+    """The tokenizer that stands beside the model. Blocking: takes seconds.
+
+    Raises ConfigError when there is none.
+    """
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(model_dir, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{model_dir}: no tokenizer can be loaded: {' '.join(str(error).split())}") from error
+    return Codec(cast(Tokenizer, tokenizer))

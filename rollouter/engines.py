@@ -1,0 +1,39 @@
+"""The seam between the daemon and its engines: the engine pool in a run, a careful fake in tests."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import Protocol
+
+from agent_loop.engine import Engine
+from sample_bus.messages import EngineStatus, RoundResult, WeightRound
+
+WaitStaged = Callable[[WeightRound, str, str], Awaitable[None]]
+"""(round, engine, nonce): returns once that staging is complete; raises why it is not."""
+
+
+class EngineFleet(Engine, Protocol):
+    """All engines of this rollouter, kept at one policy version and used as one."""
+
+    async def start(self, model_dir: str, dtype: str) -> None:
+        """Start or reach all engines; afterwards each waits for its first weights."""
+        ...
+
+    async def supervise(self) -> None:
+        """Run beside everything else after `start`; never returns, raises when no engine is left."""
+        ...
+
+    async def sync(self, round: WeightRound, wait_staged: WaitStaged) -> list[RoundResult]:
+        """Bring every living engine to `round`; never raises for an engine's failure."""
+        ...
+
+    def statuses(self) -> tuple[EngineStatus, ...]: ...
+
+    @property
+    def generated_tokens(self) -> int:
+        """Tokens that generate() returned since the start."""
+        ...
+
+    async def close(self) -> None:
+        """Stop what was started here."""
+        ...

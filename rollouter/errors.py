@@ -1,0 +1,37 @@
+"""Errors of the rollouter.
+
+    RolloutError
+    ├── DataError          rows that cannot become tasks; also a ConfigError
+    ├── TooManyFailures    so many rollouts failed in a row that going on makes no sense
+    ├── RoundFailed        a policy version that the engines could not take
+    ├── EvaluationFailed   an evaluation without a single scored sample
+    └── DataExhausted      the passes over the data that were allowed are over before the steps
+"""
+
+from __future__ import annotations
+
+from configs.errors import ConfigError
+
+
+class RolloutError(Exception):
+    """Raised when the rollouter cannot go on."""
+
+
+class DataError(RolloutError, ConfigError):
+    """Raised when a row lacks something; the message has the file, the row, the columns found and what is needed."""
+
+
+class TooManyFailures(RolloutError):
+    """Raised when rollouter.max_consecutive_failures rollouts failed in a row; carries the first one's reason."""
+
+
+class RoundFailed(RolloutError):
+    """Raised when no engine took a policy version, tried several times."""
+
+
+class EvaluationFailed(RolloutError):
+    """Raised when an evaluation ended without a single scored sample: no accuracy is better than a wrong 0."""
+
+
+class DataExhausted(RolloutError):
+    """Raised when data.num_epochs passes are over and the run still needs samples."""

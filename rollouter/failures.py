@@ -1,0 +1,79 @@
+"""Why rollouts fail, and when so many failed that the run must stop. Pure.
+
+Invariant: a failure has one reason and is never a reward of 0; the streak ends with the first rollout that succeeds.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from agent_loop.errors import BadGeneration, EngineError, EngineUnavailable, LoopError, NoRoom, RequestRefused, RewardError
+from rollouter.errors import TooManyFailures
+from sample_bus.errors import SampleTooLarge, WireError
+
+
+class FailureReason(StrEnum):
+    TIMEOUT = "timeout"
+    ENGINE_UNAVAILABLE = "engine unavailable"
+    REQUEST_REFUSED = "request refused"
+    BAD_GENERATION = "bad generation"
+    REWARD_FAILED = "reward failed"
+    NO_ROOM = "no room"
+    AGENT_LOOP_FAILED = "agent loop failed"
+    BAD_SAMPLE = "bad sample"
+    SAMPLE_TOO_LARGE = "sample too large"
+    STALE = "stale"
+    """Could no longer arrive within max_staleness; not a fault."""
+
+
+FINAL = frozenset(
+    {FailureReason.REQUEST_REFUSED, FailureReason.NO_ROOM, FailureReason.SAMPLE_TOO_LARGE, FailureReason.STALE}
+)
+"""Another attempt could not end otherwise."""
+
+_REASONS: tuple[tuple[type[BaseException], FailureReason], ...] = (
+    (TimeoutError, FailureReason.TIMEOUT),
+    (EngineUnavailable, FailureReason.ENGINE_UNAVAILABLE),
+    (RequestRefused, FailureReason.REQUEST_REFUSED),
+    (BadGeneration, FailureReason.BAD_GENERATION),
+    (EngineError, FailureReason.ENGINE_UNAVAILABLE),
+    (RewardError, FailureReason.REWARD_FAILED),
+    (NoRoom, FailureReason.NO_ROOM),
+    (LoopError, FailureReason.AGENT_LOOP_FAILED),
+    (WireError, FailureReason.BAD_SAMPLE),
+    (SampleTooLarge, FailureReason.SAMPLE_TOO_LARGE),
+)
+
+
+def reason_of(error: BaseException) -> FailureReason:
+    """The reason under which `error` is counted; what is not known came out of the agent loop."""
+    for kind, reason in _REASONS:
+        if isinstance(error, kind):
+            return reason
+    return FailureReason.AGENT_LOOP_FAILED
+
+
+@dataclass(slots=True, kw_only=True)
+class FailureStreak:
+    """Rollouts given up in a row."""
+
+    limit: int
+    length: int = 0
+    first: str = ""
+
+    def succeeded(self) -> None:
+        self.length = 0
+        self.first = ""
+
+    def failed(self, rollout_id: str, reason: FailureReason, message: str) -> None:
+        """Count a rollout that was given up. Raises TooManyFailures at the limit, with the first one's words."""
+        if reason is FailureReason.STALE:
+            return
+        if self.length == 0:
+            self.first = f"rollout {rollout_id}: {reason}: {message}"
+        self.length += 1
+        if self.length >= self.limit:
+            raise TooManyFailures(
+                f"{self.length} rollouts failed in a row (rollouter.max_consecutive_failures={self.limit}); first: {self.first}"
+            )

@@ -1,0 +1,109 @@
+"""Following policy versions: each announced round is brought to the engines, and the trainer hears how it ended.
+
+Invariant: a version counts as held only after engines confirmed it; a failed round leaves the older one in force and is tried
+again, a bounded number of times. Only the newest round matters: those in between are skipped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import structlog
+
+from rollouter.admission import HeldVersion
+from rollouter.engines import EngineFleet
+from rollouter.errors import RoundFailed
+from sample_bus.messages import Accepted, RoundResult, WeightRound
+from sample_bus.protocols import Control
+
+log = structlog.get_logger()
+
+MAX_TRIES = 3
+
+
+class Overtaken(Exception):
+    """Raised inside a wait for a staging when a newer round has been announced."""
+
+
+class StagingFailed(Exception):
+    """Raised inside a wait for a staging that the trainer reports as failed."""
+
+
+class Follower:
+    """Drives the engines to the newest round."""
+
+    def __init__(
+        self,
+        *,
+        engines: EngineFleet,
+        control: Control,
+        on_announced: Callable[[WeightRound], None] = lambda round: None,
+        on_held: Callable[[HeldVersion | None], None] = lambda held: None,
+        on_change: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`on_announced` runs before the engines are touched: what is hopeless under the new version is cancelled there."""
+        self._engines = engines
+        self._control = control
+        self._on_announced = on_announced
+        self._on_held = on_held
+        self._on_change = on_change
+        self.is_syncing = False
+        self.held: HeldVersion | None = None
+
+    async def run(self) -> None:
+        """Follow until cancelled. Raises RoundFailed when no engine takes a version, RequestFailed when nobody hears of it."""
+        async for announced in self._control.watch("round", WeightRound):
+            if self.held == _version_of(announced):
+                continue
+            self._on_announced(announced)
+            if self.held is not None and self.held.incarnation != announced.incarnation:
+                self._hold(None)
+            await self._bring(announced)
+
+    async def wait_staged(self, announced: WeightRound, engine: str, nonce: str) -> None:
+        """Returns once the trainer says that this staging is complete. Raises StagingFailed, Overtaken."""
+        async for newest in self._control.watch("round", WeightRound):
+            if nonce in newest.failed:
+                raise StagingFailed(f"version {announced.policy_version} on {engine}: {newest.failed[nonce]}")
+            if _version_of(newest) != _version_of(announced):
+                raise Overtaken(f"version {announced.policy_version} on {engine}: overtaken by {newest.policy_version}")
+            if newest.staged.get(engine) == nonce:
+                return
+
+    async def _bring(self, announced: WeightRound) -> None:
+        """Bring the engines to `announced`, or to a newer round that overtakes it meanwhile."""
+        for attempt in range(1, MAX_TRIES + 1):
+            results = await self._sync(announced)
+            committed = any(result.committed for result in results)
+            if committed:
+                self._hold(_version_of(announced))
+            for result in results:
+                await self._control.request("round.result", result, Accepted)
+            if committed:
+                return
+            newest = self._control.get("round", WeightRound)
+            if newest is not None and _version_of(newest) != _version_of(announced):
+                return
+            why = "; ".join(f"{result.engine}: {result.message}" for result in results) or "no engine is alive"
+            log.warning("round failed", policy_version=announced.policy_version, attempt=attempt, why=why)
+        raise RoundFailed(f"no engine took version {announced.policy_version} in {MAX_TRIES} tries; last: {why}")
+
+    async def _sync(self, announced: WeightRound) -> list[RoundResult]:
+        self.is_syncing = True
+        self._on_change()
+        try:
+            results = await self._engines.sync(announced, self.wait_staged)
+        finally:
+            self.is_syncing = False
+            self._on_change()
+        for result in results:
+            log.info("round ended", **result.model_dump(exclude_defaults=True))
+        return results
+
+    def _hold(self, held: HeldVersion | None) -> None:
+        self.held = held
+        self._on_held(held)
+
+
+def _version_of(announced: WeightRound) -> HeldVersion:
+    return HeldVersion(incarnation=announced.incarnation, policy_version=announced.policy_version)

@@ -1,0 +1,128 @@
+"""One attempt of one rollout: an agent loop on a task, its reward, and the sample made of both.
+
+Invariant: an attempt yields an episode with a complete trajectory and a real reward, or raises; what it sampled is a pure function
+of weights, task and (run seed, rollout, attempt) as far as the engine's arithmetic is.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import numpy as np
+import structlog
+import xxhash
+
+from agent_loop.engine import Engine, SamplingParams
+from agent_loop.errors import AgentLoopError
+from agent_loop.loop import AgentLoop
+from agent_loop.session import Session, TextCodec, Trajectory
+from agent_loop.task import Task
+from rollouter.scoring import Scorer
+from sample_bus.sample import Sample, StopReason
+
+log = structlog.get_logger()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """A rollout as it was admitted; its attempts share it."""
+
+    task: Task
+    group_id: str
+    seat: int
+    group_size: int
+    rollout_id: str
+    seed_key: str
+    """Names the rollout over restarts of this process: task, issue number and seat."""
+    sampling: SamplingParams
+    settings_revision: int
+    incarnation: str
+    """Whose versions the engines held at admission."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Episode:
+    """What one attempt brought."""
+
+    trajectory: Trajectory
+    reward: float
+
+
+class Runner:
+    """Plays attempts."""
+
+    def __init__(
+        self, *, loop: AgentLoop, engine: Engine, codec: TextCodec, scorer: Scorer, max_model_len: int, timeout_s: float, seed: int
+    ) -> None:
+        """`timeout_s` bounds one attempt, reward included."""
+        self._loop = loop
+        self._engine = engine
+        self._codec = codec
+        self._scorer = scorer
+        self._max_model_len = max_model_len
+        self._timeout_s = timeout_s
+        self._seed = seed
+
+    async def attempt(self, plan: Plan, number: int) -> Episode:
+        """Play attempt `number`. Raises TimeoutError naming what it was doing, AgentLoopError, or what the loop raised."""
+        session = Session(
+            self._engine,
+            replace(plan.sampling, seed=request_seed(self._seed, plan.seed_key, number)),
+            rollout_id=f"{plan.rollout_id}.{number}",
+            max_model_len=self._max_model_len,
+            codec=self._codec,
+        )
+        scoring = False
+        try:
+            async with asyncio.timeout(self._timeout_s) as deadline:
+                await self._loop.run(plan.task, session)
+                trajectory = session.trajectory()
+                scoring = True
+                reward = await self._scorer.score(plan.task, trajectory)
+        except TimeoutError as error:
+            doing = "its reward was computed" if scoring else f"turn {session.num_turns + 1} was played"
+            limit = f"after {self._timeout_s:g} s" if deadline.expired() else "on a deadline of its own"
+            raise TimeoutError(
+                f"rollout {plan.rollout_id} attempt {number} gave up {limit} while {doing} ({session.num_tokens} tokens so far)"
+            ) from error
+        except asyncio.CancelledError as error:
+            task = asyncio.current_task()
+            if task is not None and task.cancelling():
+                raise
+            raise AgentLoopError(f"rollout {plan.rollout_id} attempt {number}: something in it was cancelled") from error
+        return Episode(trajectory=trajectory, reward=reward)
+
+
+def request_seed(run_seed: int, seed_key: str, attempt: int) -> int:
+    """Seed of an attempt's requests, below 2^31."""
+    return xxhash.xxh3_64_intdigest(f"{run_seed}\0{seed_key}\0{attempt}".encode()) & 0x7FFFFFFF
+
+
+def sample_of(plan: Plan, attempt: int, episode: Episode, *, now: Callable[[], float]) -> Sample:
+    """The episode as a sample, validated. Raises WireError."""
+    trajectory = episode.trajectory
+    sample = Sample(
+        task_id=plan.task.task_id,
+        group_id=plan.group_id,
+        rollout_id=plan.rollout_id,
+        attempt=attempt,
+        seat=plan.seat,
+        group_size=plan.group_size,
+        data_source=plan.task.data_source,
+        tokens=np.ascontiguousarray(trajectory.tokens, np.int32),
+        loss_mask=np.ascontiguousarray(trajectory.loss_mask, np.uint8),
+        behavior_logprobs=np.ascontiguousarray(trajectory.behavior_logprobs, np.float32),
+        version_starts=np.ascontiguousarray(trajectory.version_starts, np.int32),
+        versions=np.ascontiguousarray(trajectory.versions, np.int32),
+        reward=episode.reward,
+        temperature=plan.sampling.temperature,
+        stop_reason=StopReason(trajectory.stop_reason),
+        num_turns=trajectory.num_turns,
+        settings_revision=plan.settings_revision,
+        incarnation=plan.incarnation,
+        produced_at=now(),
+    )
+    sample.validate()
+    return sample
