@@ -5,6 +5,8 @@
     ├── SampleTooLarge       a sample beyond bus.max_sample_bytes
     ├── PeerLost             the other daemon fell silent or never came
     ├── RequestFailed        a control request was answered with an error
+    ├── Refused              the trainer does not take this client
+    ├── AddressInUse         another trainer listens there
     └── Ended                the run is over; carries its end
 """
 
@@ -29,6 +31,14 @@ class PeerLost(BusError):
 
 class RequestFailed(BusError):
     """Raised when a control request was refused or not answered in time."""
+
+
+class Refused(BusError):
+    """Raised when the trainer does not take this client, with the trainer's reason. Trying again does not help."""
+
+
+class AddressInUse(BusError):
+    """Raised when the hub's address cannot be had: another process listens there, or the address is not usable."""
 
 
 class Ended(BusError):

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 from sample_bus.messages import Message
+from sample_bus.peers import LostPeer, PeerState
 from sample_bus.sample import Sample, SampleId
 
 M = TypeVar("M", bound=Message)
@@ -35,6 +36,8 @@ class Resumption:
     accounted: int
     """Received and not dropped: trained or queued."""
     incarnation: str
+    dropped: int = 0
+    """Dropped until then, already left out of `accounted`: only drops beyond it are to be refunded."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,8 +78,11 @@ class Consumer(Protocol):
         """Next sample in order of arrival; waits for one."""
         ...
 
-    def acknowledge(self, ids: Sequence[SampleId]) -> None:
-        """Settle samples: trained or dropped. Their credit returns to the producer."""
+    def acknowledge(self, ids: Sequence[SampleId], *, dropped: bool = False) -> None:
+        """Settle leased samples, in any order: trained, or dropped. Their credit returns to the producer.
+
+        Raises BusError, before settling any, if one is not leased.
+        """
         ...
 
     def consumer_statistics(self) -> ConsumerStatistics: ...
@@ -111,4 +117,54 @@ class ControlServer(Control, Protocol):
 
     def handle(self, name: str, kind: type[Message], handler: Handler) -> None:
         """Answer request `name`, whose body is validated as `kind`."""
+        ...
+
+
+class Hub(Consumer, ControlServer, Protocol):
+    """The trainer's end. All methods belong to the event loop in which it was opened."""
+
+    @property
+    def address(self) -> str:
+        """Where it listens."""
+        ...
+
+    @property
+    def rollouter(self) -> str | None:
+        """Name of the rollouter that is connected."""
+        ...
+
+    async def wait_rollouter(self, timeout_s: float) -> str:
+        """Wait for a rollouter and return its name; a line every few seconds says so. Raises PeerLost at the deadline."""
+        ...
+
+    def rollouter_lost(self) -> AsyncIterator[LostPeer]:
+        """Yield each loss of a rollouter since the hub was opened, then each new one. An idle healthy rollouter is never lost."""
+        ...
+
+    def set_origin(self, origin_version: int, accounted: int = 0) -> None:
+        """Say from where admission counts, and how many samples since then are accounted for by an earlier process."""
+        ...
+
+
+class Link(Producer, Control, Protocol):
+    """A client's end. All methods belong to the event loop in which it was opened."""
+
+    @property
+    def peer_state(self) -> PeerState: ...
+
+    @property
+    def resumption(self) -> Resumption | None:
+        """What the newest trainer said when it took this client; None before."""
+        ...
+
+    def resumptions(self) -> AsyncIterator[Resumption]:
+        """Yield the newest resumption, then one for each new incarnation of the trainer."""
+        ...
+
+    async def wait_connected(self, timeout_s: float) -> None:
+        """Wait for the trainer; a line every few seconds says so. Raises PeerLost at the deadline, Refused with its reason."""
+        ...
+
+    async def wait_lost(self) -> LostPeer:
+        """Return when the trainer has been silent for the heartbeat timeout (at once if it is now)."""
         ...

@@ -1,0 +1,85 @@
+"""Where a hub may listen.
+
+Invariant: of two live hubs at one address the second is refused; what a crashed hub left behind (its socket file) does not stop the
+next one. libzmq itself would unlink a living hub's socket file and bind over it, so an `ipc://` address is guarded by a lock
+that the kernel gives up with the process.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import ipaddress
+import os
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from sample_bus.errors import AddressInUse
+
+MAX_PATH_BYTES = 107
+"""sockaddr_un on Linux, without the closing zero."""
+
+
+@contextmanager
+def guarded(address: str) -> Iterator[None]:
+    """Hold the right to bind `address`. Raises AddressInUse."""
+    if address.startswith("tcp://"):
+        _check_loopback(address)
+        yield
+    elif address.startswith("ipc://"):
+        path = Path(address.removeprefix("ipc://"))
+        if len(os.fsencode(path)) > MAX_PATH_BYTES:
+            raise AddressInUse(f"{address}: {len(os.fsencode(path))} bytes, expected at most {MAX_PATH_BYTES} in a socket's path")
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        lock_path = path.with_name(path.name + ".lock")
+        descriptor = _locked(lock_path, address)
+        try:
+            if _answers(path):
+                raise AddressInUse(f"{address}: another process listens there")
+            path.unlink(missing_ok=True)
+            yield
+        finally:
+            path.unlink(missing_ok=True)
+            lock_path.unlink(missing_ok=True)
+            os.close(descriptor)
+    else:
+        raise AddressInUse(f"{address}: expected ipc://PATH or tcp://HOST:PORT")
+
+
+def _locked(lock_path: Path, address: str) -> int:
+    while True:
+        descriptor = os.open(lock_path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            os.close(descriptor)
+            raise AddressInUse(f"{address}: another trainer of this run listens there (it holds {lock_path})") from error
+        try:
+            if os.fstat(descriptor).st_ino == lock_path.stat().st_ino:
+                return descriptor
+        except FileNotFoundError:
+            pass  # its holder closed and removed it between our open and our lock
+        os.close(descriptor)
+
+
+def _answers(path: Path) -> bool:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        probe.settimeout(1.0)
+        try:
+            probe.connect(os.fspath(path))
+        except (FileNotFoundError, ConnectionRefusedError):
+            return False
+        except OSError as error:
+            raise AddressInUse(f"ipc://{path}: {error.strerror or error}") from error
+        return True
+
+
+def _check_loopback(address: str) -> None:
+    host = address.removeprefix("tcp://").rpartition(":")[0].strip("[]")
+    try:
+        loopback = host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        loopback = False
+    if not loopback:
+        raise AddressInUse(f"{address}: the bus is not authenticated, so it listens on loopback only (127.0.0.1, [::1], localhost)")

@@ -1,0 +1,187 @@
+"""Control messages of the bus: what each says, its bytes, and the decoder that accepts nothing else.
+
+A message is one frame: a msgpack array [kind, field, …]. Only DATA has more frames: [kind, seq] and then the frames of `wire`.
+Conversation of a client with the trainer, in order:
+
+    HELLO → WELCOME | REFUSED       who I am and where my stream stands / where you believe it stands, credit, all topics
+    DATA → ACK                      a sample / what was received, what is settled, and the absolute limits
+    TOPIC ⇄                         a retained value changed
+    REQUEST → REPLY
+    HEARTBEAT ⇄                     from the I/O thread of each end
+    RESET ←                         I do not know you: say HELLO again
+    BYE ⇄                           I close in good order
+
+Limits are absolute positions in the producer's stream (samples and bytes since its first), so a lost or repeated ACK cannot
+make credit drift.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import Any, ClassVar, get_type_hints
+
+from sample_bus.errors import WireError
+from sample_bus.packing import Buffer, pack, unpack
+
+PROTOCOL = 1
+MAX_CONTROL_BYTES = 16 << 20
+MAX_TEXT = 4096
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hello:
+    KIND: ClassVar[int] = 1
+    protocol: int
+    greeting: int
+    """Number of this HELLO; the WELCOME that answers it carries it."""
+    name: str
+    role: str
+    epoch: int
+    """Names the client's process."""
+    first_unreceived: int
+    """Lowest sequence number that no trainer confirmed."""
+    bytes_before: int
+    """Bytes of all samples before that one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Welcome:
+    KIND: ClassVar[int] = 2
+    greeting: int
+    incarnation: str
+    run: str
+    received: int
+    """Sequence number expected next; everything below is held or settled."""
+    settled: int
+    limit_samples: int
+    """Sequence numbers below it may be sent."""
+    limit_bytes: int
+    """So many bytes may have been sent in all."""
+    max_sample_bytes: int
+    """A larger sample would be refused."""
+    origin_version: int
+    accounted: int
+    dropped: int
+    topics: list[list[Any]]
+    """[name, revision, value] of each retained topic."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Refused:
+    KIND: ClassVar[int] = 3
+    greeting: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reset:
+    KIND: ClassVar[int] = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ack:
+    KIND: ClassVar[int] = 5
+    received: int
+    settled: int
+    limit_samples: int
+    limit_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TopicValue:
+    KIND: ClassVar[int] = 6
+    name: str
+    revision: int
+    value: bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    KIND: ClassVar[int] = 7
+    id: int
+    name: str
+    body: bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reply:
+    KIND: ClassVar[int] = 8
+    id: int
+    ok: bool
+    body: bytes
+    error: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Heartbeat:
+    KIND: ClassVar[int] = 9
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bye:
+    KIND: ClassVar[int] = 10
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Data:
+    """Envelope of a sample; the sample's own frames follow it."""
+
+    KIND: ClassVar[int] = 11
+    seq: int
+
+
+Control = Hello | Welcome | Refused | Reset | Ack | TopicValue | Request | Reply | Heartbeat | Bye | Data
+_KINDS: tuple[type[Control], ...] = (Hello, Welcome, Refused, Reset, Ack, TopicValue, Request, Reply, Heartbeat, Bye, Data)
+_TYPES = {str: str, int: int, bool: bool, bytes: bytes, list[list[Any]]: list}
+_LAYOUT: dict[int, tuple[type[Control], tuple[tuple[str, type], ...]]] = {}
+for _kind in _KINDS:
+    _hints = get_type_hints(_kind)
+    _LAYOUT[_kind.KIND] = (_kind, tuple((field.name, _TYPES[_hints[field.name]]) for field in fields(_kind)))
+
+
+def encode_control(message: Control) -> bytes:
+    """The message's frame. Raises WireError if it is larger than the bus carries."""
+    kind, layout = _LAYOUT[message.KIND]
+    frame = pack([message.KIND, *(getattr(message, name) for name, _ in layout)])
+    if len(frame) > MAX_CONTROL_BYTES:
+        raise WireError(f"{kind.__name__}: {len(frame)} bytes, expected at most {MAX_CONTROL_BYTES}")
+    return frame
+
+
+def decode_control(frame: Buffer, num_following: int = 0) -> Control:
+    """The message of a frame that has `num_following` frames after it. Raises WireError."""
+    if len(frame) > MAX_CONTROL_BYTES:
+        raise WireError(f"control message: {len(frame)} bytes, expected at most {MAX_CONTROL_BYTES}")
+    values = unpack(frame, "control message")
+    if not isinstance(values, list) or not values or type(values[0]) is not int or values[0] not in _LAYOUT:
+        raise WireError(f"control message: got {repr(values)[:80]}, expected [kind, …] with a known kind")
+    kind, layout = _LAYOUT[values[0]]
+    if len(values) != len(layout) + 1:
+        raise WireError(f"{kind.__name__}: got {len(values) - 1} fields, expected {len(layout)}")
+    for (name, expected), value in zip(layout, values[1:], strict=True):
+        if type(value) is not expected:
+            raise WireError(f"{kind.__name__}.{name}: got {type(value).__name__}, expected {expected.__name__}")
+        if expected is int and not 0 <= value < 1 << 63:
+            raise WireError(f"{kind.__name__}.{name}: got {value}, expected 0 to 2^63 - 1")
+        if expected is str and len(value) > MAX_TEXT:
+            raise WireError(f"{kind.__name__}.{name}: got {len(value)} characters, expected at most {MAX_TEXT}")
+    if (kind is Data) != (num_following > 0):
+        raise WireError(f"{kind.__name__}: followed by {num_following} frames")
+    message = kind(**{name: value for (name, _), value in zip(layout, values[1:], strict=True)})
+    if isinstance(message, Welcome):
+        _check_topics(message.topics)
+    return message
+
+
+def _check_topics(topics: Sequence[Any]) -> None:
+    for topic in topics:
+        if not (
+            isinstance(topic, list)
+            and len(topic) == 3
+            and isinstance(topic[0], str)
+            and type(topic[1]) is int
+            and isinstance(topic[2], bytes)
+        ):
+            raise WireError(f"Welcome.topics: got {repr(topic)[:80]}, expected [name, revision, value]")

@@ -1,0 +1,196 @@
+"""Wire format of a sample: `HDR1`.
+
+    frame 0   prefix (48 bytes, little-endian) and header (msgpack map of scalars and the column table)
+    frame 1   body: the small columns, each at a multiple of 64 bytes
+    frame 2…  one large column each (256 KiB and more), sent without a copy
+
+    prefix    magic 4s | version u8 | kind u8 | flags u16 | epoch u64 | seq u64 | header_len u32 | n_frames u32 | body_len u64 |
+              xxh3_64 u64 over everything else: the 40 bytes before it, header, body, large columns
+    columns   raw little-endian, dtypes fixed by name
+
+Invariant: `decode` returns exactly what `encode` was given, or raises WireError; no bytes make it do anything else. Arrays are
+read-only views on the frames.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from sample_bus.errors import WireError
+from sample_bus.packing import Buffer, pack, unpack
+from sample_bus.sample import Sample, SampleId, StopReason
+
+MAGIC = b"HDR1"
+VERSION = 1
+KIND_SAMPLE = 1
+MAX_HEADER_BYTES = 64 << 10
+LARGE_COLUMN_BYTES = 256 << 10
+_ALIGN = 64
+_PREFIX = struct.Struct("<4sBBHQQIIQ")
+_CHECKSUM = struct.Struct("<Q")
+PREFIX_BYTES = _PREFIX.size + _CHECKSUM.size
+_COLUMNS: dict[str, np.dtype[Any]] = {
+    "tokens": np.dtype("<i4"),
+    "loss_mask": np.dtype("<u1"),
+    "behavior_logprobs": np.dtype("<f4"),
+    "version_starts": np.dtype("<i4"),
+    "versions": np.dtype("<i4"),
+}
+_SCALARS: dict[str, type] = {
+    "task_id": str,
+    "group_id": str,
+    "rollout_id": str,
+    "attempt": int,
+    "seat": int,
+    "group_size": int,
+    "data_source": str,
+    "reward": float,
+    "temperature": float,
+    "stop_reason": str,
+    "num_turns": int,
+    "settings_revision": int,
+    "incarnation": str,
+    "produced_at": float,
+}
+_HEADER_KEYS = {*_SCALARS, "producer", "columns"}
+
+
+def encode(sample: Sample, sample_id: SampleId) -> list[bytes | memoryview]:
+    """Frames of a sample. Large columns are views on the sample's arrays: leave those unchanged until the frames are sent.
+
+    Raises WireError for a sample whose scalars are of the wrong type or whose header is too large. Does not call
+    `sample.validate`.
+    """
+    return stamp(prepare(sample, sample_id.producer), sample_id.epoch, sample_id.seq)
+
+
+def prepare(sample: Sample, producer: str) -> list[bytes | memoryview]:
+    """Header, body and large columns: all but the prefix, which takes the place in the stream."""
+    table: list[list[Any]] = []
+    small = bytearray()
+    large: list[bytes | memoryview] = []
+    for name, dtype in _COLUMNS.items():
+        array = np.ascontiguousarray(getattr(sample, name), dtype=dtype)
+        if array.nbytes >= LARGE_COLUMN_BYTES:
+            large.append(memoryview(array).cast("B"))
+            table.append([name, dtype.str, array.size, 1 + len(large), 0, array.nbytes])
+        else:
+            small.extend(bytes(-len(small) % _ALIGN))
+            table.append([name, dtype.str, array.size, 1, len(small), array.nbytes])
+            small += array.tobytes()
+    header: dict[str, Any] = {"producer": producer, "columns": table}
+    for name, kind in _SCALARS.items():
+        value = getattr(sample, name)
+        header[name] = float(value) if kind is float else str(value) if kind is str else int(value)
+    packed = pack(header)
+    if len(packed) > MAX_HEADER_BYTES:
+        raise WireError(f"header: {len(packed)} bytes, expected at most {MAX_HEADER_BYTES} (rollout {sample.rollout_id[:80]})")
+    return [packed, bytes(small), *large]
+
+
+def stamp(parts: Sequence[bytes | memoryview], epoch: int, seq: int) -> list[bytes | memoryview]:
+    """Frames of prepared parts at their place in the stream."""
+    header, *columns = parts
+    prefix = _PREFIX.pack(
+        MAGIC, VERSION, KIND_SAMPLE, 0, epoch, seq, len(header), len(parts), sum(column.nbytes for column in map(memoryview, columns))
+    )
+    checksum = _CHECKSUM.pack(_digest(prefix, parts))
+    return [b"".join((prefix, checksum, header)), *columns]
+
+
+def num_bytes(frames: Sequence[Buffer]) -> int:
+    """Bytes on the wire."""
+    return sum(memoryview(frame).nbytes for frame in frames)
+
+
+def decode(frames: Sequence[bytes | memoryview], *, max_bytes: int) -> tuple[SampleId, Sample]:
+    """Identity and sample of frames. Raises WireError naming the field, what was got and what was expected."""
+    views = [memoryview(frame).cast("B").toreadonly() for frame in frames]
+    total = sum(view.nbytes for view in views)
+    if total > max_bytes:
+        raise WireError(f"sample: {total} bytes, expected at most {max_bytes}")
+    if not views or views[0].nbytes < PREFIX_BYTES:
+        raise WireError(f"prefix: {views[0].nbytes if views else 0} bytes, expected {PREFIX_BYTES}")
+    magic, version, kind, flags, epoch, seq, header_len, n_frames, body_len = _PREFIX.unpack_from(views[0])
+    for name, got, expected in (
+        ("magic", magic, MAGIC),
+        ("version", version, VERSION),
+        ("kind", kind, KIND_SAMPLE),
+        ("flags", flags, 0),
+        ("frames", len(views), n_frames),
+        ("header bytes", views[0].nbytes - PREFIX_BYTES, header_len),
+        ("body bytes", total - views[0].nbytes, body_len),
+    ):
+        if got != expected:
+            raise WireError(f"{name}: got {got!r}, expected {expected!r} (epoch {epoch}, seq {seq})")
+    if header_len > MAX_HEADER_BYTES:
+        raise WireError(f"header: {header_len} bytes, expected at most {MAX_HEADER_BYTES} (epoch {epoch}, seq {seq})")
+    (checksum,) = _CHECKSUM.unpack_from(views[0], _PREFIX.size)
+    header_view = views[0][PREFIX_BYTES:]
+    computed = _digest(views[0][: _PREFIX.size], [header_view, *views[1:]])
+    if computed != checksum:
+        raise WireError(f"checksum: got {checksum:016x}, expected {computed:016x} (epoch {epoch}, seq {seq})")
+    header = _checked_header(unpack(header_view, "header"))
+    columns = _columns(header["columns"], views)
+    sample = Sample(
+        **{name: header[name] for name in _SCALARS if name != "stop_reason"}, stop_reason=StopReason(header["stop_reason"]), **columns
+    )
+    sample.validate()
+    return SampleId(header["producer"], epoch, seq), sample
+
+
+def _digest(prefix: Buffer, parts: Sequence[Buffer]) -> int:
+    digest = xxhash.xxh3_64(prefix)
+    for part in parts:
+        digest.update(part)
+    return digest.intdigest()
+
+
+def _checked_header(header: Any) -> dict[str, Any]:
+    if not isinstance(header, dict) or header.keys() != _HEADER_KEYS:
+        odd = sorted(map(repr, header.keys() ^ _HEADER_KEYS))[:5] if isinstance(header, dict) else type(header).__name__
+        raise WireError(f"header: got other keys than expected: {odd}")
+    for name, kind in (*_SCALARS.items(), ("producer", str), ("columns", list)):
+        value = header[name]
+        if type(value) is not kind:
+            raise WireError(f"{name}: got {type(value).__name__}, expected {kind.__name__}")
+        if kind is int and not 0 <= value < 1 << 31:
+            raise WireError(f"{name}: got {value}, expected 0 to 2^31 - 1")
+        if kind is float and not math.isfinite(value):
+            raise WireError(f"{name}: got {value}, expected a finite number")
+    if header["stop_reason"] not in set(StopReason):
+        raise WireError(f"stop_reason: got {header['stop_reason'][:40]!r}, expected one of {[reason.value for reason in StopReason]}")
+    return header
+
+
+def _columns(table: list[Any], views: Sequence[memoryview]) -> dict[str, npt.NDArray[Any]]:
+    """Arrays by name. The table must be the one that `prepare` makes: every byte of every frame has one owner."""
+    if len(table) != len(_COLUMNS):
+        raise WireError(f"columns: got {len(table)}, expected {len(_COLUMNS)}")
+    columns: dict[str, npt.NDArray[Any]] = {}
+    end, next_frame = 0, 2
+    for row, (name, dtype) in zip(table, _COLUMNS.items(), strict=True):
+        if not isinstance(row, list) or len(row) != 6 or row[:2] != [name, dtype.str] or any(type(n) is not int or n < 0 for n in row[2:]):
+            raise WireError(f"columns: got {repr(row)[:80]}, expected [{name!r}, {dtype.str!r}, length, frame, offset, bytes]")
+        _, _, length, frame, offset, nbytes = row
+        large = nbytes >= LARGE_COLUMN_BYTES
+        place = (next_frame, 0) if large else (1, end + -end % _ALIGN)
+        if (frame, offset) != place or nbytes != length * dtype.itemsize or frame >= len(views) or offset + nbytes > views[frame].nbytes:
+            raise WireError(f"{name}: {length} values at byte {offset} of frame {frame} do not fit what was sent")
+        if large:
+            if nbytes != views[frame].nbytes:
+                raise WireError(f"{name}: {nbytes} bytes in a frame of {views[frame].nbytes}")
+            next_frame += 1
+        else:
+            end = offset + nbytes
+        columns[name] = np.frombuffer(views[frame], dtype=dtype, count=length, offset=offset)
+    if next_frame != len(views) or end != views[1].nbytes:
+        raise WireError(f"columns: {len(views)} frames with a body of {views[1].nbytes} bytes hold more than the columns")
+    return columns

@@ -1,0 +1,340 @@
+"""The thread that owns an end's socket.
+
+It sends what the event loop hands it, hands over what arrives (decoded, in batches), sends heartbeats and notices silence, so a busy
+event loop never looks like a dead process. It sleeps until something happens: a message, a wake by the loop, the next heartbeat.
+
+Invariant: the event loop never touches the socket, the thread never touches the loop's state. Messages to one peer leave in the
+order in which they were handed over, except that one with a `key` takes the place of an unsent one with the same key.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import structlog
+import zmq
+from zmq.utils.monitor import recv_monitor_message
+
+from sample_bus import wire
+from sample_bus.errors import WireError
+from sample_bus.frames import Control, Data, Heartbeat, decode_control, encode_control
+from sample_bus.liveness import Liveness
+from sample_bus.sample import Sample, SampleId
+
+log = structlog.get_logger()
+
+SERVER = b""
+"""How a client's thread names its only peer."""
+_BATCH = 256
+_RETRY_S = 0.05
+HIGH_WATER_MARK = 1000
+"""Messages that libzmq queues for one peer; more wait here."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Arrived:
+    peer: bytes
+    message: Control
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ArrivedSample:
+    peer: bytes
+    seq: int
+    nbytes: int
+    id: SampleId
+    sample: Sample
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Malformed:
+    """What did not decode. `seq` is None when not even its envelope did."""
+
+    peer: bytes
+    seq: int | None
+    error: str
+    frames: tuple[bytes, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the sample's frames, the envelope left out."""
+        return sum(len(frame) for frame in self.frames[1:])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Connected:
+    """The transport has a connection to the server."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Disconnected:
+    """The connection to `peer` is gone, and with it everything unsent."""
+
+    peer: bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Silent:
+    peer: bytes
+    silent_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeardAgain:
+    peer: bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Crashed:
+    """The thread ended by an error of ours."""
+
+    error: str
+
+
+Event = Arrived | ArrivedSample | Malformed | Connected | Disconnected | Silent | HeardAgain | Crashed
+
+
+class SocketThread:
+    def __init__(
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        socket: zmq.Socket[bytes],
+        *,
+        name: str,
+        deliver: Callable[[list[Event]], None],
+        heartbeat_interval_s: float,
+        heartbeat_timeout_s: float,
+        max_sample_bytes: int,
+    ) -> None:
+        """Takes over `context` and `socket` (ROUTER or DEALER, bound or connected); `deliver` is called in the running loop."""
+        self._context = context
+        self._socket = socket
+        self._routed = socket.socket_type == zmq.ROUTER
+        self._deliver = deliver
+        self._loop = asyncio.get_running_loop()
+        self._interval_s = heartbeat_interval_s
+        self._max_sample_bytes = max_sample_bytes
+        self._heartbeat = [encode_control(Heartbeat())]
+        self._commands: deque[Callable[[], None]] = deque()
+        self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._woken = False
+        self._liveness = Liveness(
+            timeout_s=heartbeat_timeout_s, longest_tick_s=2 * heartbeat_interval_s + 1.0, now=time.monotonic()
+        )
+        self._beating: set[bytes] = set()
+        self._probed: set[bytes] = set()
+        self._backlog: dict[bytes, dict[str | int, Sequence[bytes | memoryview]]] = {}
+        self._num_unkeyed = 0
+        self._events: list[Event] = []
+        self._stop_at: float | None = None
+        self._monitor = None if self._routed else socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
+        self._ended = asyncio.Event()
+        self._thread = threading.Thread(target=self._run, name=f"bus-{name}", daemon=True)
+
+    # ── called in the event loop ─────────────────────────────────────────────────────────────────────────────────────
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def send(self, peer: bytes, frames: Sequence[bytes | memoryview], *, key: str | None = None) -> None:
+        self._command(lambda: self._enqueue(peer, frames, key))
+
+    def send_control(self, peer: bytes, message: Control, *, key: str | None = None) -> None:
+        self.send(peer, [encode_control(message)], key=key)
+
+    def track(self, peer: bytes) -> None:
+        """From now on send heartbeats to the peer and report its silence."""
+        self._command(lambda: self._track(peer))
+
+    def forget(self, peer: bytes) -> None:
+        """Stop that, and drop what is unsent."""
+        self._command(lambda: self._forget(peer))
+
+    async def close(self, *, flush_s: float) -> None:
+        """Send what was handed over, within `flush_s`, and end the thread. The socket is closed afterwards."""
+        self._command(lambda: self._stop(flush_s))
+        await asyncio.wait_for(self._ended.wait(), flush_s + 10.0)
+        self._thread.join(timeout=1.0)
+
+    def probe(self, peer: bytes) -> None:
+        """Send a heartbeat now and report HeardAgain when the peer is next heard."""
+        self._command(lambda: self._probe(peer))
+
+    def _command(self, command: Callable[[], None]) -> None:
+        if self._ended.is_set():
+            return
+        self._commands.append(command)
+        if not self._woken:
+            self._woken = True
+            os.eventfd_write(self._wake_fd, 1)
+
+    # ── the thread ───────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _run(self) -> None:
+        try:
+            self._serve()
+        except Exception as error:
+            log.exception("bus thread failed")
+            self._events.append(Crashed(error=f"{type(error).__name__}: {error}"))
+        finally:
+            if self._monitor is not None:
+                self._socket.disable_monitor()
+                self._monitor.close(linger=0)
+            self._socket.close(linger=1000)
+            self._context.term()
+            self._hand_over()
+            self._call_loop(self._finish)
+
+    def _finish(self) -> None:
+        os.close(self._wake_fd)
+        self._ended.set()
+
+    def _serve(self) -> None:
+        poller = zmq.Poller()
+        poller.register(self._wake_fd, zmq.POLLIN)
+        if self._monitor is not None:
+            poller.register(self._monitor, zmq.POLLIN)
+        next_beat = time.monotonic()
+        while True:
+            waits_to_send = bool(self._backlog) and not self._routed
+            poller.register(self._socket, zmq.POLLIN | zmq.POLLOUT if waits_to_send else zmq.POLLIN)
+            ready = dict(poller.poll(self._timeout_ms(next_beat)))
+            now = time.monotonic()
+            self._liveness.tick(now)
+            if self._wake_fd in ready:
+                os.eventfd_read(self._wake_fd)
+                self._woken = False
+            while self._commands:
+                self._commands.popleft()()
+            if self._monitor is not None and self._monitor in ready:
+                self._note_connection()
+            if ready.get(self._socket, 0) & zmq.POLLIN:
+                self._receive(now)
+            for peer in list(self._backlog):
+                self._flush(peer)
+            if now >= next_beat:
+                next_beat = now + self._interval_s
+                self._beat()
+            for peer, silent_s in self._liveness.expired(now):
+                self._events.append(Silent(peer=peer, silent_s=silent_s))
+            self._hand_over()
+            if self._stop_at is not None and (not self._backlog or now >= self._stop_at):
+                return
+
+    def _timeout_ms(self, next_beat: float) -> int:
+        now = time.monotonic()
+        until = next_beat
+        if self._backlog and self._routed:
+            until = min(until, now + _RETRY_S)
+        if self._stop_at is not None:
+            until = min(until, self._stop_at)
+        return max(0, int((until - now) * 1000) + 1)
+
+    def _receive(self, now: float) -> None:
+        for _ in range(_BATCH):
+            try:
+                frames = [frame.buffer for frame in self._socket.recv_multipart(zmq.NOBLOCK, copy=False)]
+            except zmq.Again:
+                return
+            peer = bytes(frames.pop(0)) if self._routed else SERVER
+            if self._liveness.heard(peer, now) or peer in self._probed:
+                self._probed.discard(peer)
+                self._events.append(HeardAgain(peer=peer))
+            self._take(peer, frames)
+
+    def _take(self, peer: bytes, frames: list[memoryview]) -> None:
+        seq: int | None = None
+        try:
+            message = decode_control(frames[0] if frames else b"", max(0, len(frames) - 1))
+            if isinstance(message, Data):
+                seq = message.seq
+                sample_id, sample = wire.decode(frames[1:], max_bytes=self._max_sample_bytes)
+                self._events.append(
+                    ArrivedSample(peer=peer, seq=seq, nbytes=wire.num_bytes(frames[1:]), id=sample_id, sample=sample)
+                )
+            elif not isinstance(message, Heartbeat) or peer not in self._beating:
+                self._events.append(Arrived(peer=peer, message=message))
+        except WireError as error:
+            self._events.append(Malformed(peer=peer, seq=seq, error=str(error), frames=tuple(bytes(frame) for frame in frames)))
+
+    def _note_connection(self) -> None:
+        assert self._monitor is not None
+        while self._monitor.poll(0):
+            if recv_monitor_message(self._monitor)["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                self._events.append(Connected())
+            else:
+                self._backlog.clear()
+                self._events.append(Disconnected(peer=SERVER))
+
+    def _enqueue(self, peer: bytes, frames: Sequence[bytes | memoryview], key: str | None) -> None:
+        if key is None:
+            self._num_unkeyed += 1
+        backlog = self._backlog.setdefault(peer, {})
+        place = self._num_unkeyed if key is None else key
+        backlog.pop(place, None)
+        backlog[place] = frames
+        if len(backlog) == 1:
+            self._flush(peer)
+
+    def _flush(self, peer: bytes) -> None:
+        """Send what waits for the peer until its queue is full or its connection is found gone."""
+        backlog = self._backlog[peer]
+        while backlog:
+            key = next(iter(backlog))
+            if not self._try_send(peer, backlog[key]):
+                return
+            backlog.pop(key, None)
+        self._backlog.pop(peer, None)
+
+    def _try_send(self, peer: bytes, frames: Sequence[bytes | memoryview]) -> bool:
+        try:
+            self._socket.send_multipart([peer, *frames] if self._routed else frames, zmq.NOBLOCK, copy=False)
+        except zmq.Again:
+            return False
+        except zmq.ZMQError as error:
+            if error.errno != zmq.EHOSTUNREACH:
+                raise
+            self._backlog.pop(peer, None)
+            self._beating.discard(peer)
+            self._events.append(Disconnected(peer=peer))
+        return True
+
+    def _beat(self) -> None:
+        for peer in list(self._beating):
+            if peer not in self._backlog:
+                self._try_send(peer, self._heartbeat)
+
+    def _track(self, peer: bytes) -> None:
+        self._beating.add(peer)
+        self._liveness.track(peer, time.monotonic())
+
+    def _probe(self, peer: bytes) -> None:
+        self._probed.add(peer)
+        if peer not in self._backlog:
+            self._try_send(peer, self._heartbeat)
+
+    def _forget(self, peer: bytes) -> None:
+        self._beating.discard(peer)
+        self._probed.discard(peer)
+        self._liveness.forget(peer)
+        self._backlog.pop(peer, None)
+
+    def _stop(self, flush_s: float) -> None:
+        self._stop_at = time.monotonic() + flush_s
+
+    def _hand_over(self) -> None:
+        if self._events:
+            batch, self._events = self._events, []
+            self._call_loop(lambda: self._deliver(batch))
+
+    def _call_loop(self, callback: Callable[[], None]) -> None:
+        try:
+            self._loop.call_soon_threadsafe(callback)
+        except RuntimeError:  # the loop was closed without closing the bus: nobody is left to tell
+            self._stop_at = self._stop_at or time.monotonic()
