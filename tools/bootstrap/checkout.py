@@ -61,8 +61,9 @@ def write_venv(venv: Path, root: Path, environment: Environment) -> None:
         project = tomllib.loads((root / "pyproject.toml").read_text())["project"]
         _write_distribution(site, root, project)
         (site / "headrace.pth").write_text(
-            f"import sys; sys.path.append({ascii(str(root))})\n"
-            f"import site; site.addsitedir({ascii(str(environment.site))})\n"
+            # The interpreter reads this file twice in a virtual environment, hence the conditions.
+            f"import sys; p = {str(root)!a}; p in sys.path or sys.path.append(p)\n"
+            f"import site, sys; p = {str(environment.site)!a}; p in sys.path or site.addsitedir(p)\n"
         )
         _write_commands(venv, environment, project)
         (venv / STAMP).write_text(json.dumps(stamp, indent=1) + "\n")
@@ -73,7 +74,10 @@ def write_venv(venv: Path, root: Path, environment: Environment) -> None:
 def entry_points_text(project: dict[str, Any]) -> str:
     """The entry_points.txt of a project table: its commands and its plugins."""
     groups = {"console_scripts": project.get("scripts", {}), **project.get("entry-points", {})}
-    return "\n".join(f"[{group}]\n" + "".join(f"{name} = {target}\n" for name, target in items.items()) for group, items in groups.items())
+    lines = []
+    for group, items in groups.items():
+        lines += [f"[{group}]", *(f"{name} = {target}" for name, target in items.items()), ""]
+    return "\n".join(lines)
 
 
 def _write_distribution(site: Path, root: Path, project: dict[str, Any]) -> None:
@@ -90,8 +94,9 @@ def _write_distribution(site: Path, root: Path, project: dict[str, Any]) -> None
 
 def _write_commands(venv: Path, environment: Environment, project: dict[str, Any]) -> None:
     """headrace's commands and those of every installed package, each run by this environment's own interpreter."""
-    commands = {point.name: point.value for point in metadata.entry_points(group="console_scripts", path=[str(environment.site)])}
-    commands = {name: target for name, target in commands.items() if not name.startswith("pip")} | project["scripts"]
+    installed = metadata.distributions(path=[str(environment.site)])
+    points = [point for item in installed for point in item.entry_points if point.group == "console_scripts"]
+    commands = {point.name: point.value for point in points if not point.name.startswith("pip")} | project["scripts"]
     taken = {path.name for path in (venv / "bin").iterdir()}
     for name, target in commands.items():
         module, _, attribute = target.split("[")[0].strip().partition(":")

@@ -13,7 +13,8 @@ from tools.bootstrap.errors import SetupError
 from tools.bootstrap.places import ROOT, preferred_cache, usable_cache, usable_venv
 from tools.bootstrap.runner import say
 
-_LEFTOVERS = (".pytest_cache", ".mypy_cache", ".ruff_cache", ".import_linter_cache", ".hypothesis", "build", "dist", "headrace.egg-info")
+_CACHES = (".pytest_cache", ".mypy_cache", ".ruff_cache", ".import_linter_cache", ".hypothesis")
+_BUILDS = ("build", "dist", "headrace.egg-info")
 
 
 def setup() -> None:
@@ -57,7 +58,7 @@ def renew_lock() -> None:
 
 def clean() -> None:
     """What tools and set-up left in the checkout is gone; the cache stays, for other checkouts use it."""
-    for place in (ROOT / ".venv", *(ROOT / name for name in _LEFTOVERS), *ROOT.rglob("__pycache__")):
+    for place in (ROOT / ".venv", *(ROOT / name for name in (*_CACHES, *_BUILDS)), *ROOT.rglob("__pycache__")):
         shutil.rmtree(place, ignore_errors=True)
     say(f"cleaned {ROOT}; the cache stays: {preferred_cache(os.environ)}")
 

@@ -98,7 +98,8 @@ def _check_machine(environment: Environment) -> None:
     existing = next(place for place in (environment.path, *environment.path.parents) if place.exists())
     free, needed = shutil.disk_usage(existing).free, NEEDED_BYTES[environment.flavour]
     if free < needed:
-        raise SetupError(f"{existing} has {free / 1e9:.1f} GB free, about {needed / 1e9:.0f} GB are needed; HEADRACE_CACHE names another place")
+        short = f"{existing} has {free / 1e9:.1f} GB free, about {needed / 1e9:.0f} GB are needed"
+        raise SetupError(f"{short}; HEADRACE_CACHE names another place")
 
 
 def _build(environment: Environment, root: Path, held: int) -> None:
@@ -117,6 +118,7 @@ def _build(environment: Environment, root: Path, held: int) -> None:
     else:
         wanted = plan.requirements((root / "pyproject.toml").read_text(), ("cuda", "dev"))
         installer.install_resolved(wanted, root / "requirements" / "cuda.txt")
+    installer.first_import()
     shutil.rmtree(installer.downloads, ignore_errors=True)
     (environment.path / MARKER).write_text(f"{environment.flavour}\n")
     say(f"dependencies ready after {time.monotonic() - started:.0f} s")

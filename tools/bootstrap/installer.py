@@ -6,7 +6,7 @@ fails for a reason other than the network.
 
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from tools.bootstrap import plan
@@ -57,6 +57,19 @@ class Installer:
         """`wanted` and all that it needs are installed, within `constraints`. Raises SetupError."""
         self._install(["--prefer-binary", "-c", constraints, *wanted], 0)
 
+    def first_import(self) -> None:
+        """The packages load on this machine, and their bytecode is stored. Raises SetupError naming what does not load."""
+        script = Path(__file__).with_name("first_import.py")
+
+        def describe(elapsed_s: float, output: str) -> str:
+            return f"preparing the first start: {elapsed_s:.0f} s, {plan.current_package(output)}"
+
+        quiet = {"PYTHONDONTWRITEBYTECODE": "", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "OMP_NUM_THREADS": "1"}
+        status, output = self._run([self._python, script], describe, quiet)
+        if status:
+            failed = f"{plan.current_package(output)} does not load here: {plan.failure_line(output)}"
+            raise SetupError(f"{failed}; log: {self._log}")
+
     def _install(self, arguments: list[str | Path], total: int) -> None:
         describe = self._counted(total)
         if self._uv:
@@ -101,8 +114,11 @@ class Installer:
     def _titled(self, title: str) -> Callable[[float, str], str]:
         return lambda elapsed_s, output: f"{title}: {elapsed_s:.0f} s"
 
-    def _run(self, command: Sequence[str | Path], describe: Callable[[float, str], str]) -> tuple[int, str]:
-        environment = {"PYTHONDONTWRITEBYTECODE": "1", "UV_NO_PROGRESS": "1", **self._settings.uv_environment()}
+    def _run(
+        self, command: Sequence[str | Path], describe: Callable[[float, str], str], extra: Mapping[str, str] | None = None
+    ) -> tuple[int, str]:
+        fixed = {"PYTHONDONTWRITEBYTECODE": "1", "PYTHONPATH": "", "UV_NO_PROGRESS": "1"}
+        environment = {**fixed, **self._settings.uv_environment(), **(extra or {})}
         return run(command, self._log, describe, environment=environment, held=(self._held,), cwd=self._path.parent)
 
     def _must(self, command: Sequence[str | Path], title: str) -> None:

@@ -11,7 +11,8 @@ from tools.bootstrap.runner import run, say
 HEADER = """\
 # Everything that Headrace needs on a CPU machine (Linux x86-64, Python 3.11 to 3.13), to the last package.
 # Made by `make lock` with uv from pyproject.toml (core, cpu, dev) and requirements/overrides.txt; do not edit by hand.
-# Installed without a resolver: pip install --no-deps --extra-index-url https://download.pytorch.org/whl/cpu -r requirements/cpu.lock
+# Installed without a resolver: pip install --no-deps -r requirements/cpu.lock
+# (torch's CPU build lies on https://download.pytorch.org/whl/cpu: name it with --extra-index-url)
 """
 
 
@@ -23,9 +24,21 @@ def renew(root: Path, environment: Environment, log: Path) -> None:
     settings = pip_settings(environment.python)
     target = root / "requirements" / "cpu.lock"
     log.write_text("")
-    resolve = [uv, "pip", "compile", "pyproject.toml", "--extra", "cpu", "--extra", "dev", "--python-version", "3.11"]
+    resolve: list[str | Path] = [
+        uv,
+        "pip",
+        "compile",
+        "pyproject.toml",
+        "--extra",
+        "cpu",
+        "--extra",
+        "dev",
+        "--python-version",
+        "3.11",
+    ]
     form = ["--no-header", "--no-annotate", "--upgrade", "--override", "requirements/overrides.txt", "--quiet"]
     index = [*settings.uv_arguments(), "--extra-index-url", plan.PYTORCH_CPU_INDEX]
+    output = ""
     for sources in (settings.uv_arguments(), index):
         status, output = run(
             [*resolve, *form, *sources],

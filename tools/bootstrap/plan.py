@@ -15,8 +15,10 @@ _NETWORK_SIGNS = re.compile(
     r"|dns error|failed to fetch|error sending request|read timed out|max retries|proxyerror",
     re.IGNORECASE,
 )
-_FAILURE = re.compile(r"^\s*(?:×\s*)?(?:error|fatal|caused? by|cause|ERROR)\b[: ]", re.IGNORECASE)
-_ACTIVITY = re.compile(r"(?:Downloading|Downloaded|Preparing|Prepared|Collecting|Using cached|Building)\s+([A-Za-z0-9][\w.\-]*)")
+_FAILURE = re.compile(r"^\s*(?:×\s*)?(?:error|fatal|caused? by|cause|\w+Error)\b[: ]", re.IGNORECASE)
+_ACTIVITY = re.compile(
+    r"(?:Downloading|Downloaded|Preparing|Prepared|Collecting|Using cached|Building)\s+([A-Za-z0-9][\w.\-]*)"
+)
 
 
 def normalised(name: str) -> str:
@@ -132,7 +134,8 @@ def looks_like_no_network(log: str) -> bool:
 
 def lacks_torch(log: str) -> bool:
     """Whether an installer stopped because its indexes do not hold the pinned torch build."""
-    return re.search(r"(no version of|no matching distribution found for|because|satisfies the requirement) torch==", log, re.I) is not None
+    signs = r"(no version of|no matching distribution found for|because|satisfies the requirement) torch=="
+    return re.search(signs, log, re.IGNORECASE) is not None
 
 
 def torch_objection(version_module: str) -> str | None:
