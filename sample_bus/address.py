@@ -1,8 +1,8 @@
 """Where a hub may listen.
 
-Invariant: of two live hubs at one address the second is refused; what a crashed hub left behind (its socket file) does not stop the
-next one. libzmq itself would unlink a living hub's socket file and bind over it, so an `ipc://` address is guarded by a lock
-that the kernel gives up with the process.
+Invariant: of two live hubs at one address the second is refused; what a crashed hub left behind (its socket file) does not stop
+the next one. libzmq itself would unlink a living hub's socket file and bind over it, so an `ipc://` address is guarded by a
+lock that the kernel gives up with the process.
 """
 
 from __future__ import annotations
@@ -30,7 +30,9 @@ def guarded(address: str) -> Iterator[None]:
     elif address.startswith("ipc://"):
         path = Path(address.removeprefix("ipc://"))
         if len(os.fsencode(path)) > MAX_PATH_BYTES:
-            raise AddressInUse(f"{address}: {len(os.fsencode(path))} bytes, expected at most {MAX_PATH_BYTES} in a socket's path")
+            raise AddressInUse(
+                f"{address}: {len(os.fsencode(path))} bytes, expected at most {MAX_PATH_BYTES} in a socket's path"
+            )
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         lock_path = path.with_name(path.name + ".lock")
         descriptor = _locked(lock_path, address)
@@ -82,4 +84,6 @@ def _check_loopback(address: str) -> None:
     except ValueError:
         loopback = False
     if not loopback:
-        raise AddressInUse(f"{address}: the bus is not authenticated, so it listens on loopback only (127.0.0.1, [::1], localhost)")
+        raise AddressInUse(
+            f"{address}: the bus is not authenticated, so it listens on loopback only (127.0.0.1, [::1], localhost)"
+        )

@@ -79,10 +79,12 @@ class Answers:
     async def _reply(self, client: str, request: Request) -> Reply:
         try:
             if request.name not in self._handlers:
-                raise RequestFailed(f"the trainer knows no request {request.name!r}; known: {', '.join(sorted(self._handlers)) or 'none'}")
+                raise RequestFailed(
+                    f"the trainer knows no request {request.name!r}; known: {', '.join(sorted(self._handlers)) or 'none'}"
+                )
             kind, handler = self._handlers[request.name]
             body = encode_body(await handler(decode_body(request.body, kind, f"request {request.name}")))
-        except Exception as error:  # whatever a handler raises is its answer
+        except Exception as error:  # noqa: BLE001 - whatever a handler raises is its answer
             log.warning("request failed", name=request.name, client=client, error=f"{type(error).__name__}: {error}")
             return Reply(id=request.id, ok=False, body=b"", error=(str(error) or type(error).__name__)[:4000])
         return Reply(id=request.id, ok=True, body=body, error="")

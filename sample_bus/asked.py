@@ -1,7 +1,7 @@
 """Requests on a client's side: what was asked and is not answered. Lives in the event loop.
 
-Invariant: a request ends with the trainer's reply or with RequestFailed, at its deadline at the latest; it is never carried out by two
-trainers.
+Invariant: a request ends with the trainer's reply or with RequestFailed, at its deadline at the latest; it is never carried
+out by two trainers.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Credit of a producer's stream. Pure.
 
-Positions are absolute: samples and bytes since the producer's first sample. Invariant: what the consumer holds unsettled, plus what
-it has allowed and not yet received, never exceeds its limits.
+Positions are absolute: samples and bytes since the producer's first sample. Invariant: what the consumer holds unsettled, plus
+what it has allowed and not yet received, never exceeds its limits.
 """
 
 from __future__ import annotations
@@ -48,6 +48,10 @@ class Credit:
     """Sequence numbers below it may be sent."""
     num_bytes: int = 0
     """So many bytes may have been sent in all."""
+
+    def or_further(self, other: Credit) -> Credit:
+        """The further of both, so that acknowledgements may be lost, repeated or late."""
+        return Credit(samples=max(self.samples, other.samples), num_bytes=max(self.num_bytes, other.num_bytes))
 
     def allows(self, seq: int, bytes_before: int, nbytes: int) -> bool:
         """Whether the sample at `seq`, with so many bytes sent before it, may be sent."""

@@ -154,7 +154,7 @@ def decode_control(frame: Buffer, num_following: int = 0) -> Control:
     """The message of a frame that has `num_following` frames after it. Raises WireError."""
     if len(frame) > MAX_CONTROL_BYTES:
         raise WireError(f"control message: {len(frame)} bytes, expected at most {MAX_CONTROL_BYTES}")
-    values = unpack(frame, "control message")
+    values: Any = unpack(frame, "control message")
     if not isinstance(values, list) or not values or type(values[0]) is not int or values[0] not in _LAYOUT:
         raise WireError(f"control message: got {repr(values)[:80]}, expected [kind, …] with a known kind")
     kind, layout = _LAYOUT[values[0]]
@@ -163,9 +163,9 @@ def decode_control(frame: Buffer, num_following: int = 0) -> Control:
     for (name, expected), value in zip(layout, values[1:], strict=True):
         if type(value) is not expected:
             raise WireError(f"{kind.__name__}.{name}: got {type(value).__name__}, expected {expected.__name__}")
-        if expected is int and not 0 <= value < 1 << 63:
+        if isinstance(value, int) and not 0 <= value < 1 << 63:
             raise WireError(f"{kind.__name__}.{name}: got {value}, expected 0 to 2^63 - 1")
-        if expected is str and len(value) > MAX_TEXT:
+        if isinstance(value, str) and len(value) > MAX_TEXT:
             raise WireError(f"{kind.__name__}.{name}: got {len(value)} characters, expected at most {MAX_TEXT}")
     if (kind is Data) != (num_following > 0):
         raise WireError(f"{kind.__name__}: followed by {num_following} frames")

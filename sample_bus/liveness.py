@@ -1,7 +1,7 @@
 """When a peer counts as silent. Pure: time is an argument.
 
-Invariant: only time in which this process was able to listen counts as silence. A process that was stopped, suspended or starved
-finds a large gap between two of its own ticks; such a gap is taken out of every peer's silence.
+Invariant: only time in which this process was able to listen counts as silence. A process that was stopped, suspended or
+starved finds a large gap between two of its own ticks; such a gap is taken out of every peer's silence.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""A producer's samples on their way: those that wait for credit and those sent and not yet received. Lives in the event loop; no I/O.
+"""A producer's samples on their way: those that wait for credit and those sent and not yet received.
 
-Invariant: sequence numbers are dense and given at the moment of sending, in the order of offers; a sample leaves only when the credit
-covers it; everything from the first unreceived one on can be sent again.
+Lives in the event loop; no I/O. Invariant: sequence numbers are dense and given at the moment of sending, in the order of
+offers; a sample leaves only when the credit covers it; everything from the first unreceived one on can be sent again.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class Outbox:
 
     def advance(self, received: int, credit: Credit) -> None:
         """An acknowledgement; an older one than known changes nothing."""
-        self._credit = Credit(samples=max(credit.samples, self._credit.samples), num_bytes=max(credit.num_bytes, self._credit.num_bytes))
+        self._credit = self._credit.or_further(credit)
         self._confirm(received)
         self._pump()
 

@@ -1,7 +1,7 @@
 """msgpack with limits: the only place that turns bytes of a peer into Python objects.
 
-Invariant: `unpack` either returns plain data (None, bool, int, float, str, bytes, list, dict with string keys) or raises WireError; no
-extension types, no trailing bytes, no nesting or lengths beyond what the input itself can hold.
+Invariant: `unpack` either returns plain data (None, bool, int, float, str, bytes, list, dict with string keys) or raises
+WireError; no extension types, no trailing bytes, no nesting or lengths beyond what the input itself can hold.
 """
 
 from __future__ import annotations

@@ -138,7 +138,10 @@ class Hub(Consumer, ControlServer, Protocol):
         ...
 
     def rollouter_lost(self) -> AsyncIterator[LostPeer]:
-        """Yield each loss of a rollouter since the hub was opened, then each new one. An idle healthy rollouter is never lost."""
+        """Yield each loss of a rollouter since the hub was opened, then each new one.
+
+        An idle healthy rollouter is never lost.
+        """
         ...
 
     def set_origin(self, origin_version: int, accounted: int = 0) -> None:

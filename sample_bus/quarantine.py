@@ -5,7 +5,6 @@ Invariant: a bounded number of files and bytes, each file complete; what no long
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -34,5 +33,5 @@ class Quarantine:
             number += 1
         part = path.with_suffix(".part")
         part.write_bytes(content)
-        os.replace(part, path)
+        part.replace(path)
         return path

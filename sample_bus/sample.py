@@ -105,9 +105,8 @@ class Sample:
         for name, dtype in (("tokens", np.int32), ("loss_mask", np.uint8), ("behavior_logprobs", np.float32)):
             array = getattr(self, name)
             if array.dtype != dtype or array.shape != (length,):
-                raise WireError(
-                    f"{name}: got {array.dtype}{list(array.shape)}, expected {np.dtype(dtype)}[{length}] (rollout {self.rollout_id})"
-                )
+                got, expected = f"{array.dtype}{list(array.shape)}", f"{np.dtype(dtype)}[{length}]"
+                raise WireError(f"{name}: got {got}, expected {expected} (rollout {self.rollout_id})")
         for name in ("version_starts", "versions"):
             array = getattr(self, name)
             if array.dtype != np.int32 or array.ndim != 1 or array.size != self.versions.size or array.size == 0:
@@ -124,9 +123,8 @@ class Sample:
         trained = self.loss_mask != 0
         if not np.isfinite(self.behavior_logprobs).all():
             at = int(np.flatnonzero(~np.isfinite(self.behavior_logprobs))[0])
-            raise WireError(
-                f"behavior_logprobs[{at}]: got {self.behavior_logprobs[at]}, expected a finite number (rollout {self.rollout_id})"
-            )
+            got = self.behavior_logprobs[at]
+            raise WireError(f"behavior_logprobs[{at}]: got {got}, expected a finite number (rollout {self.rollout_id})")
         if (self.behavior_logprobs > 1e-3).any():
             raise WireError(f"behavior_logprobs: got {self.behavior_logprobs.max()}, expected <= 0 (rollout {self.rollout_id})")
         if (self.behavior_logprobs[~trained] != 0).any():

@@ -4,8 +4,8 @@ Invariant (pacing): a group starts only while
 
     admitted - refunded + group_size <= (v - v0 + 1 + staleness_threshold) * K
 
-with v the newest published version, v0 the version from which everything is counted, and K the samples consumed per sync period.
-At threshold 0 exactly the samples of the next period are started: the run is synchronous.
+with v the newest published version, v0 the version from which everything is counted, and K the samples consumed per sync
+period. At threshold 0 exactly the samples of the next period are started: the run is synchronous.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """Retained topics: the last value of each, and those who wait for the next one. Lives in the event loop.
 
-Invariant: a watcher sees the newest value at the latest when it asks again; values in between may be skipped, none is seen twice.
+Invariant: a watcher sees the newest value at the latest when it asks again; values in between may be skipped, none is
+seen twice.
 """
 
 from __future__ import annotations

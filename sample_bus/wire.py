@@ -20,7 +20,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import xxhash
 
 from sample_bus.errors import WireError
@@ -43,7 +42,7 @@ _COLUMNS: dict[str, np.dtype[Any]] = {
     "version_starts": np.dtype("<i4"),
     "versions": np.dtype("<i4"),
 }
-_SCALARS: dict[str, type] = {
+_SCALARS: dict[str, type[Any]] = {
     "task_id": str,
     "group_id": str,
     "rollout_id": str,
@@ -59,7 +58,8 @@ _SCALARS: dict[str, type] = {
     "incarnation": str,
     "produced_at": float,
 }
-_HEADER_KEYS = {*_SCALARS, "producer", "columns"}
+_HEADER: dict[str, type[Any]] = {**_SCALARS, "producer": str, "columns": list}
+_STOP_REASONS = {reason.value: reason for reason in StopReason}
 
 
 def encode(sample: Sample, sample_id: SampleId) -> list[bytes | memoryview]:
@@ -79,7 +79,7 @@ def prepare(sample: Sample, producer: str) -> list[bytes | memoryview]:
     for name, dtype in _COLUMNS.items():
         array = np.ascontiguousarray(getattr(sample, name), dtype=dtype)
         if array.nbytes >= LARGE_COLUMN_BYTES:
-            large.append(memoryview(array).cast("B"))
+            large.append(array.view(np.uint8).data)
             table.append([name, dtype.str, array.size, 1 + len(large), 0, array.nbytes])
         else:
             small.extend(bytes(-len(small) % _ALIGN))
@@ -87,9 +87,8 @@ def prepare(sample: Sample, producer: str) -> list[bytes | memoryview]:
             small += array.tobytes()
     header: dict[str, Any] = {"producer": producer, "columns": table}
     for name, kind in _SCALARS.items():
-        value = getattr(sample, name)
-        header[name] = float(value) if kind is float else str(value) if kind is str else int(value)
-    packed = pack(header)
+        header[name] = kind(getattr(sample, name))
+    packed = pack(_checked_header(header))
     if len(packed) > MAX_HEADER_BYTES:
         raise WireError(f"header: {len(packed)} bytes, expected at most {MAX_HEADER_BYTES} (rollout {sample.rollout_id[:80]})")
     return [packed, bytes(small), *large]
@@ -99,7 +98,15 @@ def stamp(parts: Sequence[bytes | memoryview], epoch: int, seq: int) -> list[byt
     """Frames of prepared parts at their place in the stream."""
     header, *columns = parts
     prefix = _PREFIX.pack(
-        MAGIC, VERSION, KIND_SAMPLE, 0, epoch, seq, len(header), len(parts), sum(column.nbytes for column in map(memoryview, columns))
+        MAGIC,
+        VERSION,
+        KIND_SAMPLE,
+        0,
+        epoch,
+        seq,
+        len(header),
+        len(parts),
+        num_bytes(columns),
     )
     checksum = _CHECKSUM.pack(_digest(prefix, parts))
     return [b"".join((prefix, checksum, header)), *columns]
@@ -140,7 +147,9 @@ def decode(frames: Sequence[bytes | memoryview], *, max_bytes: int) -> tuple[Sam
     header = _checked_header(unpack(header_view, "header"))
     columns = _columns(header["columns"], views)
     sample = Sample(
-        **{name: header[name] for name in _SCALARS if name != "stop_reason"}, stop_reason=StopReason(header["stop_reason"]), **columns
+        **{name: header[name] for name in _SCALARS if name != "stop_reason"},
+        stop_reason=_STOP_REASONS[header["stop_reason"]],
+        **columns,
     )
     sample.validate()
     return SampleId(header["producer"], epoch, seq), sample
@@ -154,10 +163,11 @@ def _digest(prefix: Buffer, parts: Sequence[Buffer]) -> int:
 
 
 def _checked_header(header: Any) -> dict[str, Any]:
-    if not isinstance(header, dict) or header.keys() != _HEADER_KEYS:
-        odd = sorted(map(repr, header.keys() ^ _HEADER_KEYS))[:5] if isinstance(header, dict) else type(header).__name__
+    """The header itself, once every value in it is known to be of its type and range."""
+    if not isinstance(header, dict) or header.keys() != _HEADER.keys():
+        odd = sorted(map(repr, header.keys() ^ _HEADER.keys()))[:5] if isinstance(header, dict) else type(header).__name__
         raise WireError(f"header: got other keys than expected: {odd}")
-    for name, kind in (*_SCALARS.items(), ("producer", str), ("columns", list)):
+    for name, kind in _HEADER.items():
         value = header[name]
         if type(value) is not kind:
             raise WireError(f"{name}: got {type(value).__name__}, expected {kind.__name__}")
@@ -165,24 +175,38 @@ def _checked_header(header: Any) -> dict[str, Any]:
             raise WireError(f"{name}: got {value}, expected 0 to 2^31 - 1")
         if kind is float and not math.isfinite(value):
             raise WireError(f"{name}: got {value}, expected a finite number")
-    if header["stop_reason"] not in set(StopReason):
-        raise WireError(f"stop_reason: got {header['stop_reason'][:40]!r}, expected one of {[reason.value for reason in StopReason]}")
+    if header["stop_reason"] not in _STOP_REASONS:
+        raise WireError(
+            f"stop_reason: got {header['stop_reason'][:40]!r}, expected one of {[reason.value for reason in StopReason]}"
+        )
     return header
 
 
-def _columns(table: list[Any], views: Sequence[memoryview]) -> dict[str, npt.NDArray[Any]]:
+def _columns(table: list[Any], views: Sequence[memoryview]) -> dict[str, Any]:
     """Arrays by name. The table must be the one that `prepare` makes: every byte of every frame has one owner."""
     if len(table) != len(_COLUMNS):
         raise WireError(f"columns: got {len(table)}, expected {len(_COLUMNS)}")
-    columns: dict[str, npt.NDArray[Any]] = {}
+    columns: dict[str, Any] = {}
     end, next_frame = 0, 2
     for row, (name, dtype) in zip(table, _COLUMNS.items(), strict=True):
-        if not isinstance(row, list) or len(row) != 6 or row[:2] != [name, dtype.str] or any(type(n) is not int or n < 0 for n in row[2:]):
+        if (
+            not isinstance(row, list)
+            or len(row) != 6
+            or row[:2] != [name, dtype.str]
+            or any(type(n) is not int or n < 0 for n in row[2:])
+        ):
             raise WireError(f"columns: got {repr(row)[:80]}, expected [{name!r}, {dtype.str!r}, length, frame, offset, bytes]")
         _, _, length, frame, offset, nbytes = row
+        if length == 0:
+            raise WireError(f"{name}: got no values, expected one at least")
         large = nbytes >= LARGE_COLUMN_BYTES
         place = (next_frame, 0) if large else (1, end + -end % _ALIGN)
-        if (frame, offset) != place or nbytes != length * dtype.itemsize or frame >= len(views) or offset + nbytes > views[frame].nbytes:
+        if (
+            (frame, offset) != place
+            or nbytes != length * dtype.itemsize
+            or frame >= len(views)
+            or offset + nbytes > views[frame].nbytes
+        ):
             raise WireError(f"{name}: {length} values at byte {offset} of frame {frame} do not fit what was sent")
         if large:
             if nbytes != views[frame].nbytes:

@@ -27,7 +27,18 @@ from sample_bus.protocols import ConsumerStatistics, Handler, Leased
 from sample_bus.quarantine import Quarantine
 from sample_bus.sample import SampleId
 from sample_bus.topics import TopicBoard, encode_body
-from sample_bus.zmq_io import HIGH_WATER_MARK, Arrived, ArrivedSample, Crashed, Disconnected, Event, HeardAgain, Malformed, Silent, SocketThread
+from sample_bus.zmq_io import (
+    HIGH_WATER_MARK,
+    Arrived,
+    ArrivedSample,
+    Crashed,
+    Disconnected,
+    Event,
+    HeardAgain,
+    Malformed,
+    Silent,
+    SocketThread,
+)
 
 log = structlog.get_logger()
 M = TypeVar("M", bound=Message)
@@ -123,7 +134,8 @@ class ZmqHub:
     def acknowledge(self, ids: Sequence[SampleId], *, dropped: bool = False) -> None:
         unknown = [sample_id for sample_id in ids if sample_id not in self._leased]
         if unknown or len(set(ids)) != len(ids):
-            raise BusError(f"acknowledge: {len(unknown)} of {len(ids)} ids are not leased or named twice, first {(unknown or list(ids))[0]}")
+            first = (unknown or list(ids))[0]
+            raise BusError(f"acknowledge: {len(unknown)} of {len(ids)} ids are not leased or named twice, first {first}")
         for sample_id in ids:
             self._streams[sample_id.producer, sample_id.epoch].settle(self._leased.pop(sample_id))
         self._settled += len(ids)
@@ -169,7 +181,12 @@ class ZmqHub:
                 async with asyncio.timeout(min(NOTICE_S, timeout_s - waited)):
                     await self._arrivals.wait_next()
             except TimeoutError:
-                log.info("waiting for a rollouter", address=self._address, waited_s=round(loop.time() - started, 1), deadline_s=timeout_s)
+                log.info(
+                    "waiting for a rollouter",
+                    address=self._address,
+                    waited_s=round(loop.time() - started, 1),
+                    deadline_s=timeout_s,
+                )
         return self.rollouter
 
     def rollouter_lost(self) -> AsyncIterator[LostPeer]:
@@ -308,7 +325,9 @@ class ZmqHub:
         if present is not None and present.peer == peer:
             candidates, self._candidates = self._candidates, {}
             for other, hello in candidates.items():
-                self._refuse(other, hello, f"rollouter {present.name!r} is connected and alive, and this version takes one rollouter")
+                self._refuse(
+                    other, hello, f"rollouter {present.name!r} is connected and alive, and this version takes one rollouter"
+                )
 
     def _welcome(self, peer: bytes, hello: Hello) -> None:
         session = _Session(peer, hello.name, Role(hello.role), hello.epoch)

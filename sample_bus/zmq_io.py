@@ -1,7 +1,7 @@
 """The thread that owns an end's socket.
 
-It sends what the event loop hands it, hands over what arrives (decoded, in batches), sends heartbeats and notices silence, so a busy
-event loop never looks like a dead process. It sleeps until something happens: a message, a wake by the loop, the next heartbeat.
+It sends what the event loop hands it, hands over what arrives (decoded, in batches), sends heartbeats and notices silence, so a
+busy event loop never looks like a dead process. It sleeps until something happens: a message, a wake by the loop, a heartbeat.
 
 Invariant: the event loop never touches the socket, the thread never touches the loop's state. Messages to one peer leave in the
 order in which they were handed over, except that one with a `key` takes the place of an unsent one with the same key.
@@ -133,7 +133,9 @@ class SocketThread:
         self._num_unkeyed = 0
         self._events: list[Event] = []
         self._stop_at: float | None = None
-        self._monitor = None if self._routed else socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
+        self._monitor = (
+            None if self._routed else socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
+        )
         self._ended = asyncio.Event()
         self._thread = threading.Thread(target=self._run, name=f"bus-{name}", daemon=True)
 

@@ -1,7 +1,7 @@
 """A client's end of the bus over ZeroMQ: a rollouter's (offers samples, publishes its state) or a console's (watches and asks).
 
-Invariant: `offer` returns only when the trainer's end holds the sample. Connections may break and trainers restart: the link greets
-again by itself, sends what was not received, and says through `resumptions` when it is another trainer that took it.
+Invariant: `offer` returns only when the trainer's end holds the sample. Connections may break and trainers restart: the link
+greets again by itself, sends what was not received, and says through `resumptions` when it is another trainer that took it.
 """
 
 from __future__ import annotations
@@ -21,14 +21,40 @@ from sample_bus.credit import Credit
 from sample_bus.errors import BusError, Ended, PeerLost, SampleTooLarge
 from sample_bus.errors import Refused as RefusedError
 from sample_bus.feed import Feed
-from sample_bus.frames import PROTOCOL, Ack, Bye, Control, Data, Heartbeat, Hello, Refused, Reply, Reset, TopicValue, Welcome, encode_control
+from sample_bus.frames import (
+    PROTOCOL,
+    Ack,
+    Bye,
+    Control,
+    Data,
+    Heartbeat,
+    Hello,
+    Refused,
+    Reply,
+    Reset,
+    TopicValue,
+    Welcome,
+    encode_control,
+)
 from sample_bus.messages import EndOfRun, Message
 from sample_bus.outbox import Offer, Outbox, Parts
 from sample_bus.peers import LossReason, LostPeer, PeerState, Role
 from sample_bus.protocols import ProducerStatistics, Resumption
 from sample_bus.sample import Sample, SampleId
 from sample_bus.topics import TopicBoard, encode_body
-from sample_bus.zmq_io import HIGH_WATER_MARK, SERVER, Arrived, Connected, Crashed, Disconnected, Event, HeardAgain, Malformed, Silent, SocketThread
+from sample_bus.zmq_io import (
+    HIGH_WATER_MARK,
+    SERVER,
+    Arrived,
+    Connected,
+    Crashed,
+    Disconnected,
+    Event,
+    HeardAgain,
+    Malformed,
+    Silent,
+    SocketThread,
+)
 
 log = structlog.get_logger()
 M = TypeVar("M", bound=Message)
@@ -156,7 +182,13 @@ class ZmqLink:
                     await self._states.wait_next()
             except TimeoutError:
                 waited_s = round(loop.time() - started, 1)
-                log.info("waiting for the trainer", address=self._address, state=self._state.value, waited_s=waited_s, deadline_s=timeout_s)
+                log.info(
+                    "waiting for the trainer",
+                    address=self._address,
+                    state=self._state.value,
+                    waited_s=waited_s,
+                    deadline_s=timeout_s,
+                )
 
     async def wait_lost(self) -> LostPeer:
         while self._lost is None:
@@ -335,7 +367,9 @@ class ZmqLink:
         self._give_up = None
         self._lost = self._lost or LostPeer(name="trainer", reason=LossReason.SILENT, silent_s=self._bus.connect_timeout_s)
         self._set_state(PeerState.LOST)
-        self._end_waits(PeerLost(f"no trainer at {self._address} for {self._bus.connect_timeout_s:g} s (bus.connect_timeout_s)"))
+        self._end_waits(
+            PeerLost(f"no trainer at {self._address} for {self._bus.connect_timeout_s:g} s (bus.connect_timeout_s)")
+        )
 
     def _check_usable(self) -> None:
         if self._failure is not None:
@@ -366,7 +400,9 @@ class ZmqLink:
 
     def _send_topic(self, topic: str) -> None:
         retained = self._board.retained(topic)
-        self._io.send_control(SERVER, TopicValue(name=topic, revision=retained.revision, value=retained.value), key=f"topic {topic}")
+        self._io.send_control(
+            SERVER, TopicValue(name=topic, revision=retained.revision, value=retained.value), key=f"topic {topic}"
+        )
 
     def _send_request(self, request: Control) -> None:
         self._io.send_control(SERVER, request)
