@@ -7,6 +7,7 @@ Ends with topic `end`: finished, stopped (drained on request) or failed with the
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import secrets
 import signal
@@ -38,8 +39,8 @@ from sample_bus.messages import (
     TrainerState,
 )
 from sample_bus.open import open_hub
-from sample_bus.protocols import Resumption
-from sample_bus.zmq_hub import ZmqHub
+from sample_bus.peers import LossReason
+from sample_bus.protocols import Hub
 from trainer.clock import ActivityClock
 from trainer.errors import TrainerError
 from trainer.evaluations import Evaluations
@@ -55,6 +56,7 @@ R = TypeVar("R")
 _WAIT_LINE_EVERY_S = 10.0
 _GOODBYE_TIMEOUT_S = 10.0
 _KEPT_CHANGES = 100
+_STOPPED_AT_ONCE = "stopped at once"
 
 
 class RolloutFailed(TrainerError):
@@ -91,7 +93,7 @@ async def run(settings: Settings) -> None:
 class TrainerDaemon:
     """Wires the parts and answers the control requests."""
 
-    def __init__(self, settings: Settings, hub: ZmqHub, *, incarnation: str, drain: asyncio.Event) -> None:
+    def __init__(self, settings: Settings, hub: Hub, *, incarnation: str, drain: asyncio.Event) -> None:
         self._settings = settings
         self._hub = hub
         self._incarnation = incarnation
@@ -118,11 +120,12 @@ class TrainerDaemon:
         """Everything from the first topic to the last."""
         await self._hub.publish("settings", self._settings_state())
         await self._board.flush()
-        end = EndOfRun(reason=EndReason.STOPPED, message="stopped at once")
+        end = EndOfRun(reason=EndReason.STOPPED, message=_STOPPED_AT_ONCE)
         try:
             async with asyncio.TaskGroup() as tasks:
                 side = [
-                    tasks.create_task(work) for work in (self._board.run(), self._watch_rollouter(), self._say_what_is_awaited())
+                    tasks.create_task(work)
+                    for work in (self._board.run(), self._watch_rollouter(), self._say_what_is_awaited())
                 ]
                 try:
                     await self._train(tasks)
@@ -162,7 +165,7 @@ class TrainerDaemon:
             policy = await in_thread(lambda: FsdpPolicy(prepared.model_dir, settings.trainer, dtype=prepared.dtype))
             step, version = await in_thread(lambda: self._resume(policy))
             self._board.set(origin_version=version, policy_version=version, step=step)
-            self._hub.set_resumption(Resumption(origin_version=version, accounted=0, incarnation=self._incarnation))
+            self._hub.set_origin(version)
             tracker: Tracker = await asyncio.to_thread(
                 lambda: open_tracker(
                     settings.tracking,
@@ -181,35 +184,42 @@ class TrainerDaemon:
                 loop=loop,
             )
             try:
-                evaluations = Evaluations(self._hub, self._board, tracker)
-                training = TrainingLoop(
-                    settings,
-                    self._live,
-                    policy,
-                    intake=self._intake,
-                    publisher=publisher,
-                    evaluations=evaluations,
-                    board=self._board,
-                    clock=self._clock,
-                    tracker=tracker,
-                    executor=executor,
-                    first_step=step,
-                    policy_version=version,
-                    drain=self._drain,
-                )
-                intake = tasks.create_task(self._intake.run())
-                if settings.evaluation.at_start and step < settings.num_steps:
-                    await evaluations.ask(version)
-                await training.publish()
-                if step >= settings.num_steps:
-                    log.info("already complete", step=step, num_steps=settings.num_steps)
-                else:
-                    await self._until_done_or_failed(training.run())
-                intake.cancel()
-                self._intake.close_unfinished()
+                with publisher:
+                    evaluations = Evaluations(self._hub, self._board, tracker)
+                    training = TrainingLoop(
+                        settings,
+                        self._live,
+                        policy,
+                        intake=self._intake,
+                        publisher=publisher,
+                        evaluations=evaluations,
+                        board=self._board,
+                        clock=self._clock,
+                        tracker=tracker,
+                        executor=executor,
+                        first_step=step,
+                        policy_version=version,
+                        drain=self._drain,
+                    )
+                    await self._follow(training, evaluations, tasks)
             finally:
-                publisher.close()
                 await asyncio.to_thread(tracker.close)
+
+    async def _follow(self, training: TrainingLoop, evaluations: Evaluations, tasks: asyncio.TaskGroup) -> None:
+        """From the first published version to the last settled sample."""
+        step, num_steps = self._board.status.step, self._settings.num_steps
+        if step >= num_steps:
+            log.info("already complete", step=step, num_steps=num_steps)
+            return
+        if self._settings.evaluation.at_start:
+            await evaluations.ask(training.policy_version)
+        await training.publish()
+        intake = tasks.create_task(self._intake.run())
+        try:
+            await self._until_done_or_failed(training.run())
+        finally:
+            intake.cancel()
+            self._intake.close_unfinished()
 
     async def _until_done_or_failed(self, work: Awaitable[None]) -> None:
         """Run `work`, unless the rollouter gives up first: nothing more would come."""
@@ -233,25 +243,18 @@ class TrainerDaemon:
         return int(state["step"]), int(state["policy_version"])
 
     async def _watch_rollouter(self) -> None:
-        """Raise PeerLost when the rollouter does not come, or falls silent, and `bus.on_lost` is `fail`."""
+        """Raise PeerLost when no rollouter comes, or one is lost and `bus.on_lost` is `fail` or its deadline passes."""
         bus = self._settings.bus
-        started = time.monotonic()
-        while not await self._hub.wait_rollouter(_WAIT_LINE_EVERY_S):
-            waited = time.monotonic() - started
-            log.warning("waiting for the rollouter", address=bus_address(self._settings), waited_s=round(waited, 1))
-            if waited > bus.connect_timeout_s:
-                raise PeerLost(f"no rollouter came to {bus_address(self._settings)} within {bus.connect_timeout_s:.0f} s")
-        while True:
-            name, silent_s = await self._hub.wait_rollouter_lost()
+        await self._hub.wait_rollouter(bus.connect_timeout_s)
+        async for lost in self._hub.rollouter_lost():
             if self._board.status.state is TrainerState.ENDED:
                 return
-            if bus.on_lost == "fail":
-                raise PeerLost(f"rollouter {name} lost, last heartbeat {silent_s:.1f} s ago")
+            if bus.on_lost == "fail" and lost.reason is not LossReason.REPLACED:
+                raise PeerLost(f"rollouter {lost}")
             log.warning(
-                "rollouter lost, waiting for it", rollouter=name, silent_s=round(silent_s, 1), deadline_s=bus.connect_timeout_s
+                "rollouter lost, waiting for it", rollouter=lost.name, reason=str(lost.reason), deadline_s=bus.connect_timeout_s
             )
-            if not await self._hub.wait_rollouter(bus.connect_timeout_s):
-                raise PeerLost(f"rollouter {name} lost, not back within {bus.connect_timeout_s:.0f} s")
+            name = await self._hub.wait_rollouter(bus.connect_timeout_s)
             log.info("rollouter is back", rollouter=name)
 
     async def _say_what_is_awaited(self) -> None:
@@ -288,7 +291,9 @@ class TrainerDaemon:
                 scope=change.scope,
             )
         await self._hub.publish("settings", self._settings_state())
-        return SettingsChanged(revision=self._live.revision, changes=tuple(SettingChange(**asdict(change)) for change in changes))
+        return SettingsChanged(
+            revision=self._live.revision, changes=tuple(SettingChange(**asdict(change)) for change in changes)
+        )
 
     def _settings_state(self) -> LiveSettingsState:
         return LiveSettingsState(
@@ -307,11 +312,6 @@ class TrainerDaemon:
         return Accepted()
 
     def _touch(self) -> None:
-        counts = self._intake.counts()
-        accounted = counts.received - sum(counts.dropped.values())
-        self._hub.set_resumption(
-            Resumption(origin_version=self._board.status.origin_version, accounted=accounted, incarnation=self._incarnation)
-        )
         self._board.touch()
 
     async def _say_goodbye(self, end: EndOfRun) -> None:
@@ -320,8 +320,17 @@ class TrainerDaemon:
         self._board.enter(TrainerState.ENDED, str(end.reason))
         await self._board.flush()
         await self._hub.publish("end", end)
-        if end.message != "stopped at once":
-            await self._hub.wait_rollouter_left(_GOODBYE_TIMEOUT_S)
+        if end.message == _STOPPED_AT_ONCE or not self._has_rollouter():
+            return
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_GOODBYE_TIMEOUT_S):
+                async for lost in self._hub.rollouter_lost():
+                    if not self._has_rollouter():
+                        log.debug("rollouter has left", rollouter=lost.name, reason=str(lost.reason))
+                        return
+
+    def _has_rollouter(self) -> bool:
+        return self._hub.rollouter is not None
 
 
 def _listen_to_signals(drain: asyncio.Event, stop: asyncio.Event) -> None:

@@ -83,7 +83,9 @@ class Intake:
     def counts(self) -> Counts:
         """The trainer's side of the ledger."""
         settled = self._trained + sum(self._dropped.values())
-        return Counts(received=self._received, trained=self._trained, dropped=dict(self._dropped), queued=self._received - settled)
+        return Counts(
+            received=self._received, trained=self._trained, dropped=dict(self._dropped), queued=self._received - settled
+        )
 
     def waiting_for(self) -> str:
         """What the next batch still lacks, in words."""
@@ -120,7 +122,9 @@ class Intake:
     def _drop(self, dropped: Dropped) -> None:
         if not dropped.members:
             return
-        self._consumer.acknowledge([leased.id for leased in dropped.members])
+        self._consumer.acknowledge([leased.id for leased in dropped.members], dropped=True)
         self._dropped[dropped.reason] = self._dropped.get(dropped.reason, 0) + len(dropped.members)
-        log.info("samples dropped", reason=str(dropped.reason), num_samples=len(dropped.members), rollouts=ids(dropped.members)[:8])
+        log.info(
+            "samples dropped", reason=str(dropped.reason), num_samples=len(dropped.members), rollouts=ids(dropped.members)[:8]
+        )
         self._on_change()

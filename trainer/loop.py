@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import structlog
 
 from configs.live import LiveSettings
@@ -160,6 +161,7 @@ class TrainingLoop:
         token_staleness = np.concatenate([self._token_staleness(leased) for leased in members])
         rewards = np.array([leased.sample.reward for leased in members])
         lengths = np.array([leased.sample.num_trained_tokens for leased in members])
+        revisions = np.array([leased.sample.settings_revision for leased in members])
         summary = StepSummary(
             step=self._step,
             policy_version=self.policy_version,
@@ -198,6 +200,9 @@ class TrainingLoop:
             "forward_backward_s": report.forward_backward_s,
             "optimizer_s": report.optimizer_s,
             "settings_revision": self._live.revision,
+            "admitted_revision_min": int(revisions.min()),
+            "admitted_revision_max": int(revisions.max()),
+            "staleness_max_of_newest_revision": int(staleness[revisions == revisions.max()].max()),
             "samples_queued": counts.queued,
             "samples_trained": counts.trained,
             "samples_dropped": sum(counts.dropped.values()),
@@ -218,9 +223,10 @@ class TrainingLoop:
             seconds=round(seconds, 2),
         )
 
-    def _token_staleness(self, leased: Leased) -> np.ndarray[Any, Any]:
+    def _token_staleness(self, leased: Leased) -> npt.NDArray[np.int32]:
         versions = leased.sample.token_versions()
-        return self.policy_version - versions[versions != NO_VERSION]
+        sampled: npt.NDArray[np.int32] = versions[versions != NO_VERSION]
+        return np.int32(self.policy_version) - sampled
 
     async def _evaluate_at_end(self) -> None:
         self._board.enter(TrainerState.EVALUATING, f"policy version {self.policy_version}")

@@ -8,7 +8,10 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Iterable
+from concurrent.futures import Executor
 from pathlib import Path
+from types import TracebackType
+from typing import Self
 
 import structlog
 import torch
@@ -23,7 +26,7 @@ log = structlog.get_logger()
 
 
 class Publisher:
-    """Owns the weight server and topic `round`. All methods but `snapshot` belong to the event loop."""
+    """Owns the weight server and topic `round`. A context manager; all methods belong to the event loop."""
 
     def __init__(
         self,
@@ -50,17 +53,21 @@ class Publisher:
         )
         control.handle("round.result", RoundResult, self._take_result)
 
-    def close(self) -> None:
+    def __enter__(self) -> Self:
+        self._server.__enter__()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         """Stop serving; the socket is gone afterwards."""
         self._server.close()
 
-    async def announce(self, weights: Iterable[tuple[str, torch.Tensor]], *, policy_version: int, executor: object) -> float:
+    async def announce(self, weights: Iterable[tuple[str, torch.Tensor]], *, policy_version: int, executor: Executor) -> float:
         """Snapshot `weights` on `executor` and announce them as `policy_version`. Returns the snapshot's seconds.
 
         Raises WeightSyncError when an earlier version is still in use beyond its deadline.
         """
         publication = await self._loop.run_in_executor(
-            executor,  # type: ignore[arg-type]
+            executor,
             lambda: self._server.publish(weights, policy_version=policy_version),
         )
         self._round = WeightRound(
@@ -89,7 +96,7 @@ class Publisher:
                 await self._changed.wait_for(lambda: any(version >= policy_version for version in self._committed.values()))
         except TimeoutError:
             raise WeightSyncError(
-                f"no engine committed policy version {policy_version} within {timeout_s:.0f} s; committed so far: {self._committed}"
+                f"no engine committed policy version {policy_version} within {timeout_s:.0f} s; committed: {self._committed}"
             ) from None
 
     async def _take_result(self, result: RoundResult) -> Accepted:

@@ -106,7 +106,9 @@ class TensorBoard:
 
     def write(self, family: str, step: int, row: Mapping[str, Any]) -> None:
         values = [
-            self._summary.Value(tag=f"{family}/{key}", simple_value=float(value)) for key, value in row.items() if _is_number(value)
+            self._summary.Value(tag=f"{family}/{key}", simple_value=float(value))
+            for key, value in row.items()
+            if _is_number(value)
         ]
         self._writer.add_event(self._event(wall_time=time.time(), step=step, summary=self._summary(value=values)))
 
@@ -146,7 +148,9 @@ class WeightsAndBiases:
         self._run.finish()
 
 
-def open_tracker(settings: TrackingSettings, *, run_dir: Path, name: str, incarnation: str, config: Mapping[str, Any]) -> Tracker:
+def open_tracker(
+    settings: TrackingSettings, *, run_dir: Path, name: str, incarnation: str, config: Mapping[str, Any]
+) -> Tracker:
     """A tracker with the backends that could be opened; one that cannot is reported and left out."""
     backends: list[Backend] = []
     for kind in settings.backends:
@@ -157,7 +161,9 @@ def open_tracker(settings: TrackingSettings, *, run_dir: Path, name: str, incarn
     return Tracker(backends)
 
 
-def _open(kind: str, settings: TrackingSettings, run_dir: Path, name: str, incarnation: str, config: Mapping[str, Any]) -> Backend:
+def _open(
+    kind: str, settings: TrackingSettings, run_dir: Path, name: str, incarnation: str, config: Mapping[str, Any]
+) -> Backend:
     match kind:
         case "jsonl":
             return JsonLines(run_dir / "metrics.jsonl", incarnation=incarnation)

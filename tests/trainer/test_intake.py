@@ -21,18 +21,24 @@ class QueueConsumer:
     def __init__(self) -> None:
         self.queue: asyncio.Queue[Leased] = asyncio.Queue()
         self.settled: list[SampleId] = []
+        self.num_dropped = 0
 
     async def lease(self) -> Leased:
-        return await self.queue.get()
+        leased = await self.queue.get()
+        self.queue.task_done()
+        return leased
 
-    def acknowledge(self, ids: Sequence[SampleId]) -> None:
+    def acknowledge(self, ids: Sequence[SampleId], *, dropped: bool = False) -> None:
         self.settled += ids
+        self.num_dropped += len(ids) if dropped else 0
 
     def consumer_statistics(self) -> ConsumerStatistics:
         return ConsumerStatistics(received=0, queued=0, queued_bytes=0, rejected=0, duplicates=0)
 
 
-def _feed(consumer: QueueConsumer, group: int, *, seq: int, version: int = 0, epoch: int = 1, seats: Sequence[int] = (0, 1)) -> None:
+def _feed(
+    consumer: QueueConsumer, group: int, *, seq: int, version: int = 0, epoch: int = 1, seats: Sequence[int] = (0, 1)
+) -> None:
     for seat in seats:
         sample = make_sample(group_id=f"g{group}", seat=seat, group_size=2, policy_version=version)
         consumer.queue.put_nowait(lease(sample, seq + seat, epoch=epoch))
@@ -95,8 +101,7 @@ async def test_books_balance_after_drops_restarts_and_the_end_of_the_run() -> No
     async with asyncio.timeout(30):
         batch = await intake.next_batch(lambda: 0)
     intake.settle_trained(batch)
-    while intake.counts().received < 8:
-        await asyncio.sleep(0.01)
+    await consumer.queue.join()
     intake.close_group("g6", "seat 1: reward raised")
     intake.close_unfinished()
     running.cancel()
@@ -104,4 +109,5 @@ async def test_books_balance_after_drops_restarts_and_the_end_of_the_run() -> No
     assert counts.dropped == {"producer lost": 1, "group incomplete": 1, "run ended": 2}
     assert (counts.trained, counts.queued) == (4, 0)
     assert len(consumer.settled) == len(set(consumer.settled)) == 8
-    assert Ledger(rollouter=RolloutCounts(admitted=8, offered=8), trainer=counts).closes
+    assert consumer.num_dropped == 4
+    assert Ledger(rollouts=RolloutCounts(admitted=8, offered=8), samples=counts).closes

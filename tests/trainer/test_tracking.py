@@ -100,7 +100,7 @@ def _tensorboard_steps(directory: Path, tag: str) -> list[int]:
 
 
 def _wandb_history(path: Path) -> list[dict[str, Any]]:
-    """Rows of wandb's offline file: a 7-byte header, then a leveldb log (blocks of 32 KiB; crc u32, length u16, kind u8, data)."""
+    """Rows of wandb's offline file: a 7-byte header, then a leveldb log (32 KiB blocks; crc u32, length u16, kind u8, data)."""
     from wandb.proto import wandb_internal_pb2
 
     raw, at, rows, pending = path.read_bytes(), 7, [], b""
@@ -117,5 +117,7 @@ def _wandb_history(path: Path) -> list[dict[str, Any]]:
             record.ParseFromString(pending)
             pending = b""
             if record.WhichOneof("record_type") == "history":
-                rows.append({item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in record.history.item})
+                rows.append(
+                    {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in record.history.item}
+                )
     return rows
