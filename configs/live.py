@@ -51,7 +51,9 @@ class LiveSettings:
         Raises ConfigError: nothing given, an unknown or fixed key, an invalid value, a revision that has moved.
         """
         if expected_revision is not None and expected_revision != self.revision:
-            raise ConfigError(f"settings are at revision {self.revision}, expected {expected_revision}: someone else changed them")
+            raise ConfigError(
+                f"settings are at revision {self.revision}, expected {expected_revision}: someone else changed them"
+            )
         if not values:
             raise ConfigError("no setting was given")
         if not author:

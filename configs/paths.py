@@ -43,7 +43,9 @@ def socket_dir(settings: Settings) -> Path:
     for directory in (path.parent, path):
         facts = directory.lstat()
         if facts.st_uid != os.getuid() or not stat.S_ISDIR(facts.st_mode):
-            raise ConfigError(f"{directory}: belongs to user {facts.st_uid}, expected {os.getuid()}: refusing to put sockets there")
+            raise ConfigError(
+                f"{directory}: belongs to user {facts.st_uid}, expected {os.getuid()}: refusing to put sockets there"
+            )
         if stat.S_IMODE(facts.st_mode) & 0o077:
             directory.chmod(0o700)
     return path

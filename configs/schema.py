@@ -71,12 +71,16 @@ class BusSettings(Section):
         "auto",
         description="Where the trainer listens: `auto` (a socket of this run on this host), `ipc://PATH` or `tcp://HOST:PORT`.",
     )
-    max_queued_samples: int = Field(512, ge=1, description="Samples on the bus and in the trainer's intake; beyond it offers wait.")
+    max_queued_samples: int = Field(
+        512, ge=1, description="Samples on the bus and in the trainer's intake; beyond it offers wait."
+    )
     max_queued_bytes: int = Field(256 << 20, ge=1 << 16, description="Bytes of such samples.")
     max_sample_bytes: int = Field(64 << 20, ge=1 << 10, description="A larger sample is refused at the producer.")
     heartbeat_interval_s: float = Field(1.0, gt=0, description="How often each daemon says what it is doing.")
     heartbeat_timeout_s: float = Field(20.0, gt=0, description="Silence after which a daemon counts as lost.")
-    connect_timeout_s: float = Field(600.0, gt=0, description="How long a daemon waits for the other one at start or after a loss.")
+    connect_timeout_s: float = Field(
+        600.0, gt=0, description="How long a daemon waits for the other one at start or after a loss."
+    )
     request_timeout_s: float = Field(10.0, gt=0, description="Deadline of one control request.")
     on_lost: Literal["wait", "fail"] = Field(
         "fail", description="When the other daemon is lost: wait for it, or end with an error."
@@ -164,7 +168,9 @@ class TrackingSettings(Section):
 
 class LoggingSettings(Section):
     level: Literal["debug", "info", "warning", "error"] = Field("info", description="Least severe level that is logged.")
-    format: Literal["auto", "console", "json"] = Field("auto", description="`auto`: console on a terminal, JSON lines otherwise.")
+    format: Literal["auto", "console", "json"] = Field(
+        "auto", description="`auto`: console on a terminal, JSON lines otherwise."
+    )
 
 
 class Settings(Section):

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import structlog
 
 from configs.command import parse
+from configs.errors import ConfigError
 from configs.logs import set_up
 
 
@@ -22,9 +23,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     set_up(settings.logging, daemon="trainer")
     from trainer.daemon import run, set_up_process
 
-    set_up_process(settings)
     try:
+        set_up_process(settings)
         asyncio.run(run(settings))
+    except ConfigError as error:
+        sys.stderr.write(f"trainer: error: {error}\n")
+        return 2
     except Exception as error:  # noqa: BLE001 - the process ends here, with one line that says why
         structlog.get_logger().error(
             "trainer failed", error=f"{type(error).__name__}: {error}", exc_info=settings.logging.level == "debug"

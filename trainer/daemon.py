@@ -20,6 +20,7 @@ from typing import TypeVar
 import structlog
 
 from configs.cpu import core_shares, pin
+from configs.gpu import VISIBLE, gpu_shares, visible_gpus
 from configs.live import LiveSettings
 from configs.loader import dump
 from configs.paths import bus_address, socket_dir
@@ -356,9 +357,15 @@ def _first(failures: BaseExceptionGroup[Exception]) -> Exception:
 
 
 def set_up_process(settings: Settings) -> None:
-    """Before torch is imported: threads, core, allocator."""
+    """Before torch is imported: the trainer's GPU, or its cores and threads on a CPU machine.
+
+    Raises ConfigError when the GPUs do not go round.
+    """
+    shares = gpu_shares(visible_gpus(), num_engines=settings.engine.num_engines)
+    if shares is not None:
+        os.environ[VISIBLE] = shares.trainer
+        return
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     cores = core_shares().trainer
-    threads = settings.trainer.num_threads or len(cores)
-    os.environ.setdefault("OMP_NUM_THREADS", str(threads))
+    os.environ.setdefault("OMP_NUM_THREADS", str(settings.trainer.num_threads or len(cores)))
     pin(cores)

@@ -18,5 +18,11 @@ def test_lines_are_json_off_a_terminal() -> None:
     structlog.get_logger().debug("not shown")
     (line,) = out.getvalue().splitlines()
     row = json.loads(line)
-    assert (row["event"], row["level"], row["daemon"], row["old"], row["new"]) == ("setting changed", "info", "trainer", 0.5, 0.0)
+    assert (row["event"], row["level"], row["daemon"], row["old"], row["new"]) == (
+        "setting changed",
+        "info",
+        "trainer",
+        0.5,
+        0.0,
+    )
     structlog.reset_defaults()
