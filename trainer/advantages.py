@@ -16,14 +16,15 @@ MIN_SPREAD = 1e-8
 """A group whose rewards lie closer together than this, relative to their size, has no signal."""
 
 
-def group_advantages(
-    rewards: npt.ArrayLike, group_ids: Sequence[str], *, normalize_by_std: bool
-) -> npt.NDArray[np.float32]:
-    """Advantages of GRPO (Shao et al. 2024, DeepSeekMath, section 4.1.2): A_i = (r_i - mean(r)) / (std(r) + EPSILON) in each group.
+def group_advantages(rewards: npt.ArrayLike, group_ids: Sequence[str], *, normalize_by_std: bool) -> npt.NDArray[np.float32]:
+    """Advantages of GRPO (Shao et al. 2024, DeepSeekMath, section 4.1.2), in each group:
+
+        A_i = (r_i - mean(r)) / (std(r) + EPSILON)
 
     rewards: [n] finite numbers, reward of sample i. group_ids: n names; equal ones form a group. std is the sample standard
     deviation (n - 1). With normalize_by_std false it is left out (Liu et al. 2025, Dr. GRPO). A group of one, and one whose
-    rewards are all equal, gets exactly 0. Returns float32 [n]; raises ValueError for lengths that differ or rewards that are not finite.
+    rewards are all equal, gets exactly 0. Returns float32 [n]. Raises ValueError for lengths that differ or for rewards
+    that are not finite.
     """
     values = np.asarray(rewards, dtype=np.float64)
     if values.shape != (len(group_ids),):

@@ -1,11 +1,11 @@
 """Errors of the trainer.
 
-    TrainerError
-    ├── PackingError
-    ├── NonFiniteError
-    ├── CheckpointError
-    │   └── NoCheckpointError
-    └── ModelError
+TrainerError
+├── PackingError
+├── NonFiniteError
+├── CheckpointError
+│   └── NoCheckpointError
+└── ModelError
 """
 
 

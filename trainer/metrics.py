@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
+import torch
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenSums:
@@ -31,6 +33,40 @@ class TokenSums:
     """Sum of the k3 estimates."""
     entropy: float = 0.0
     num_clipped: int = 0
+
+    @classmethod
+    def of(
+        cls,
+        *,
+        losses: torch.Tensor,
+        policy: torch.Tensor,
+        behavior: torch.Tensor,
+        entropies: torch.Tensor,
+        clipped: torch.Tensor,
+        capped: torch.Tensor,
+        num_computed_tokens: int,
+    ) -> TokenSums:
+        """Of one micro-batch; each tensor is [P], one value per trained token, without gradient. Sums are taken in float64.
+
+        The k3 estimate of KL(behavior || policy) is ratio - 1 - log ratio with ratio = exp(policy - behavior)
+        (Schulman 2020, "Approximating KL divergence").
+        """
+        log_ratio = policy.double() - behavior.double()
+        ratio = log_ratio.exp()
+        return cls(
+            num_tokens=policy.numel(),
+            num_computed_tokens=num_computed_tokens,
+            num_microbatches=1,
+            loss=float(losses.double().sum()),
+            mismatch_abs=float(log_ratio.abs().sum()),
+            mismatch_max_abs=float(log_ratio.abs().max()) if policy.numel() else 0.0,
+            importance=float(ratio.sum()),
+            importance_max=float(ratio.max()) if policy.numel() else 0.0,
+            num_importance_capped=int(capped.sum()),
+            kl_behavior_policy=float((ratio - 1 - log_ratio).sum()),
+            entropy=float(entropies.double().sum()),
+            num_clipped=int(clipped.sum()),
+        )
 
     def __add__(self, other: TokenSums) -> TokenSums:
         merged = {}

@@ -41,7 +41,11 @@ def train_step(
     num_trained = sum(sample.num_trained_tokens for sample in samples)
     has_signal = any(a != 0 and sample.num_trained_tokens for sample, a in zip(samples, advantages, strict=True))
     started = time.perf_counter()
-    sums = policy.accumulate(samples, advantages, denominator=max(num_trained, 1), options=options.loss) if num_trained else TokenSums()
+    sums = (
+        policy.accumulate(samples, advantages, denominator=max(num_trained, 1), options=options.loss)
+        if num_trained
+        else TokenSums()
+    )
     accumulated = time.perf_counter()
     learning_rate = grad_norm = 0.0
     if has_signal:

@@ -1,0 +1,164 @@
+"""Packing: which tokens go through the model together.
+
+Invariant: a micro-batch is a forest of its sequences' distinct prefixes. Each distinct prefix is computed once, no padding is,
+and every trained token is predicted from exactly its own sequence. Sibling samples share their prompt, and often more.
+
+Nodes are numbered in pre-order, so that "u precedes v in some sequence" is `u <= v < subtree_ends[u]`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from sample_bus.sample import Sample
+from trainer.errors import PackingError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class PackedBatch:
+    """One micro-batch of N nodes, R logit rows and P trained tokens. P may be 0, N is at least 1."""
+
+    input_ids: npt.NDArray[np.int64]
+    """[N] token id of each node."""
+    position_ids: npt.NDArray[np.int64]
+    """[N] position in its sequences, from 0."""
+    subtree_ends: npt.NDArray[np.int64]
+    """[N] node u is attended to by the nodes v with u <= v < subtree_ends[u]."""
+    row_nodes: npt.NDArray[np.int64]
+    """[R] node whose logits are needed, rising; once per distinct sampling temperature."""
+    row_temperatures: npt.NDArray[np.float32]
+    """[R] temperature that divides the row's logits."""
+    token_rows: npt.NDArray[np.int64]
+    """[P] row that predicts the trained token."""
+    token_ids: npt.NDArray[np.int64]
+    """[P] id of the trained token."""
+    token_samples: npt.NDArray[np.int64]
+    """[P] index of its sample in the sequence given to `pack`."""
+    token_positions: npt.NDArray[np.int64]
+    """[P] index of the token in its sample."""
+    behavior_logprobs: npt.NDArray[np.float32]
+    """[P] nats."""
+
+    @property
+    def num_nodes(self) -> int:
+        return int(self.input_ids.shape[0])
+
+
+def pack(
+    samples: Sequence[Sample],
+    *,
+    max_tokens: int,
+    max_rows: int,
+    share_prefixes: bool = True,
+    min_microbatches: int = 1,
+) -> list[PackedBatch]:
+    """Cut samples into micro-batches of at most max_tokens nodes and max_rows logit rows.
+
+    A single sample beyond a bound gets a micro-batch of its own. Samples without trained tokens are left out, and only tokens
+    that a trained one is predicted from are computed. min_microbatches spreads the work (over ranks): their number is a multiple
+    of it, filled up with `empty()`. Deterministic in the order of `samples`. Raises PackingError naming the rollout.
+    """
+    trained = [index for index, sample in enumerate(samples) if sample.loss_mask.any()]
+    for index in trained:
+        if samples[index].loss_mask[0]:
+            raise PackingError(
+                f"loss_mask[0]: got 1, expected 0: nothing predicts a first token (rollout {samples[index].rollout_id})"
+            )
+    lengths = {index: int(np.flatnonzero(samples[index].loss_mask)[-1]) for index in trained}
+    inputs = {index: samples[index].tokens[: lengths[index]] for index in trained}
+    # Byte order big-endian makes bytes compare as token sequences do, and a prefix sorts before its extensions.
+    order = sorted(trained, key=lambda index: inputs[index].astype(">u4").tobytes()) if share_prefixes else trained
+    shared = [0] * len(order)
+    if share_prefixes:
+        for place in range(1, len(order)):
+            shared[place] = _common_prefix(inputs[order[place - 1]], inputs[order[place]])
+    costs = [lengths[index] - common for index, common in zip(order, shared, strict=True)]
+    rows = [samples[index].num_trained_tokens for index in order]
+    budget = max_tokens if min_microbatches == 1 else min(max_tokens, max(1, -(-sum(costs) // min_microbatches)))
+    batches: list[PackedBatch] = []
+    start = num_nodes = num_rows = 0
+    for place, index in enumerate(order):
+        if place > start and (num_nodes + costs[place] > budget or num_rows + rows[place] > max_rows):
+            batches.append(_forest(samples, order[start:place], inputs, [0, *shared[start + 1 : place]]))
+            start, num_nodes, num_rows = place, lengths[index], rows[place]
+        else:
+            num_nodes += costs[place] if place > start else lengths[index]
+            num_rows += rows[place]
+    if order:
+        batches.append(_forest(samples, order[start:], inputs, [0, *shared[start + 1 :]]))
+    return batches + [empty()] * (-len(batches) % min_microbatches)
+
+
+def empty() -> PackedBatch:
+    """A micro-batch of one node and no trained token: it keeps a rank without work in step with the others."""
+    ints = np.zeros(0, dtype=np.int64)
+    floats = np.zeros(0, dtype=np.float32)
+    return PackedBatch(
+        input_ids=np.zeros(1, dtype=np.int64),
+        position_ids=np.zeros(1, dtype=np.int64),
+        subtree_ends=np.ones(1, dtype=np.int64),
+        row_nodes=np.zeros(1, dtype=np.int64),
+        row_temperatures=np.ones(1, dtype=np.float32),
+        token_rows=ints,
+        token_ids=ints,
+        token_samples=ints,
+        token_positions=ints,
+        behavior_logprobs=floats,
+    )
+
+
+def attention_mask(subtree_ends: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
+    """[N, N] True where the row's node attends to the column's: itself and its ancestors."""
+    nodes = np.arange(subtree_ends.shape[0])
+    mask: npt.NDArray[np.bool_] = (nodes[:, None] >= nodes[None, :]) & (nodes[:, None] < subtree_ends[None, :])
+    return mask
+
+
+def _common_prefix(left: npt.NDArray[np.int32], right: npt.NDArray[np.int32]) -> int:
+    length = min(left.shape[0], right.shape[0])
+    differs = np.flatnonzero(left[:length] != right[:length])
+    return int(differs[0]) if differs.size else length
+
+
+def _forest(
+    samples: Sequence[Sample], order: Sequence[int], inputs: dict[int, npt.NDArray[np.int32]], shared: Sequence[int]
+) -> PackedBatch:
+    """Build the forest of sequences in pre-order; shared[k] tokens of sequence k are those of sequence k - 1."""
+    sizes = [inputs[index].shape[0] - common for index, common in zip(order, shared, strict=True)]
+    num_nodes = sum(sizes)
+    ends = np.full(num_nodes, num_nodes, dtype=np.int64)
+    path = np.zeros(0, dtype=np.int64)
+    first = 0
+    nodes, token_ids, token_samples, token_positions = [], [], [], []
+    for index, common, size in zip(order, shared, sizes, strict=True):
+        ends[path[common:]] = first
+        path = np.concatenate((path[:common], np.arange(first, first + size)))
+        first += size
+        sample = samples[index]
+        positions = np.flatnonzero(sample.loss_mask)
+        nodes.append(path[positions - 1])
+        token_ids.append(sample.tokens[positions])
+        token_samples.append(np.full(positions.shape, index, dtype=np.int64))
+        token_positions.append(positions)
+    of_sample = np.concatenate(token_samples)
+    positions = np.concatenate(token_positions)
+    temperatures = np.array([sample.temperature for sample in samples], dtype=np.float32)[of_sample]
+    keys = np.empty(positions.shape, dtype=[("node", np.int64), ("temperature", np.float32)])
+    keys["node"], keys["temperature"] = np.concatenate(nodes), temperatures
+    rows, token_rows = np.unique(keys, return_inverse=True)
+    return PackedBatch(
+        input_ids=np.concatenate([inputs[i][c:] for i, c in zip(order, shared, strict=True)]).astype(np.int64),
+        position_ids=np.concatenate([np.arange(c, inputs[i].shape[0]) for i, c in zip(order, shared, strict=True)]),
+        subtree_ends=ends,
+        row_nodes=np.ascontiguousarray(rows["node"]),
+        row_temperatures=np.ascontiguousarray(rows["temperature"]),
+        token_rows=token_rows.astype(np.int64),
+        token_ids=np.concatenate(token_ids).astype(np.int64),
+        token_samples=of_sample,
+        token_positions=positions,
+        behavior_logprobs=np.concatenate([samples[i].behavior_logprobs[samples[i].loss_mask != 0] for i in order]),
+    )
