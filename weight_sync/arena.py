@@ -11,7 +11,9 @@ import mmap
 import torch
 
 _ALIGNMENT = 64
-_SEGMENT_BYTES = 64 << 20
+_MIN_SEGMENT_BYTES = 1 << 20
+_MAX_SEGMENT_BYTES = 64 << 20
+"""Segments grow with what is held, so that little of the last one is wasted."""
 
 
 class Arena:
@@ -48,7 +50,7 @@ class Arena:
                 return segment[start : start + num_bytes]
             self._segment += 1
             self._used = 0
-        self._map(max(num_bytes, _SEGMENT_BYTES))
+        self._map(max(num_bytes, min(_MAX_SEGMENT_BYTES, max(_MIN_SEGMENT_BYTES, self.capacity_bytes))))
         return self.take(num_bytes)
 
     def _map(self, num_bytes: int) -> None:

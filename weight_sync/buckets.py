@@ -129,9 +129,7 @@ def decode_header(header: bytes, *, payload_bytes: int, sequence: int, policy_ve
             name = header[at : at + name_bytes].decode()
             at += name_bytes
             spec = TensorSpec(name=name, dtype=DTYPES[code], shape=shape)
-            pieces.append(
-                Piece(index=index, spec=spec, offset=offset, length=length, position=position, checksum=checksum)
-            )
+            pieces.append(Piece(index=index, spec=spec, offset=offset, length=length, position=position, checksum=checksum))
     except (struct.error, UnicodeDecodeError, KeyError) as error:
         raise ProtocolError(f"header of bucket {sequence} ({len(header)} bytes) does not decode: {error!r}") from error
     if at != len(header):

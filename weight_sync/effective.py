@@ -68,9 +68,7 @@ def _same(effective: torch.Tensor, expected: torch.Tensor) -> bool:
     if not expected.dtype.is_floating_point:
         return False
     tiny = torch.finfo(expected.dtype).tiny
-    return torch.equal(
-        torch.where(effective.abs() < tiny, 0, effective), torch.where(expected.abs() < tiny, 0, expected)
-    )
+    return torch.equal(torch.where(effective.abs() < tiny, 0, effective), torch.where(expected.abs() < tiny, 0, expected))
 
 
 def _effective(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor, bool]]:
@@ -145,7 +143,7 @@ def _unpack(packed: torch.Tensor, isa: str) -> torch.Tensor:
         positions = (torch.arange(elements) >> (8 * digit)) & 255  # below 257 every integer is exact in bfloat16
         marked = positions.to(packed.dtype).view_as(packed[0]).unsqueeze(0).contiguous()
         moved = torch.empty_like(marked)
-        torch.ops._C.prepack_moe_weight(marked, moved, isa)
+        torch.ops._C.prepack_moe_weight(marked, moved, isa)  # noqa: SLF001  (the namespace is called so)
         target |= moved.view(-1).to(torch.int64) << (8 * digit)
     unpacked = torch.empty_like(packed)
     unpacked.view(packed.shape[0], -1)[:, target] = packed.reshape(packed.shape[0], -1)

@@ -1,16 +1,16 @@
 """Errors of weight sync.
 
-    WeightSyncError
-    ├── TransferTimeout      the other side let a deadline pass
-    ├── PeerLost             the connection ended before the transfer did
-    ├── PeerFailed           the other side said why it stopped
-    ├── ProtocolError        bytes that are no valid packet or bucket
-    ├── IntegrityError       a checksum, a digest or the coverage of a tensor is wrong
-    ├── ManifestMismatch     the names, shapes or dtypes are not those of the engine's model
-    ├── VersionUnavailable   the version asked for is not served (any more)
-    ├── NotStaged            a commit of weights that the engine has not staged
-    ├── WeightLoadError      staged weights that the model did not take whole
-    └── AddressTaken         another live server answers on the socket
+WeightSyncError
+├── TransferTimeout      the other side let a deadline pass
+├── PeerLost             the connection ended before the transfer did
+├── PeerFailed           the other side said why it stopped
+├── ProtocolError        bytes that are no valid packet or bucket
+├── IntegrityError       a checksum, a digest or the coverage of a tensor is wrong
+├── ManifestMismatch     the names, shapes or dtypes are not those of the engine's model
+├── VersionUnavailable   the version asked for is not served (any more)
+├── NotStaged            a commit of weights that the engine has not staged
+├── WeightLoadError      staged weights that the model did not take whole
+└── AddressTaken         another live server answers on the socket
 """
 
 from __future__ import annotations

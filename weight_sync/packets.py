@@ -1,13 +1,13 @@
 """The control packets of the shared-memory channel: one fixed struct each, one packet a message (SOCK_SEQPACKET).
 
-    receiver                                server
-    HELLO(version, engine, nonce, rank) ─►
-                                        ◄─  WELCOME(bucket_bytes) + file descriptor of the ring, or FAIL(reason)
-                                        ◄─  BUCKET(kind, sequence, slot, sizes, hash of the header)
-    FREE(slot)                          ─►
-                                        ◄─  END(version, digest, totals)
-    DONE(digest)                        ─►
-    FAIL(reason), from either side at any time, ends the transfer.
+receiver                                server
+HELLO(version, engine, nonce, rank) ─►
+                                    ◄─  WELCOME(bucket_bytes) + file descriptor of the ring, or FAIL(reason)
+                                    ◄─  BUCKET(kind, sequence, slot, sizes, hash of the header)
+FREE(slot)                          ─►
+                                    ◄─  END(version, digest, totals)
+DONE(digest)                        ─►
+FAIL(reason), from either side at any time, ends the transfer.
 """
 
 from __future__ import annotations
@@ -100,23 +100,29 @@ def encode(packet: Packet) -> bytes:
         case Welcome():
             kind, body = 2, _WELCOME.pack(packet.bucket_bytes)
         case BucketSent():
-            kind, body = 3, _BUCKET.pack(
-                packet.kind,
-                packet.sequence,
-                packet.slot,
-                packet.payload_bytes,
-                packet.header_bytes,
-                packet.header_checksum,
+            kind, body = (
+                3,
+                _BUCKET.pack(
+                    packet.kind,
+                    packet.sequence,
+                    packet.slot,
+                    packet.payload_bytes,
+                    packet.header_bytes,
+                    packet.header_checksum,
+                ),
             )
         case Free():
             kind, body = 4, _FREE.pack(packet.slot)
         case End():
-            kind, body = 5, _END.pack(
-                packet.policy_version,
-                _text(packet.manifest_digest, 32),
-                packet.num_tensors,
-                packet.total_bytes,
-                packet.num_buckets,
+            kind, body = (
+                5,
+                _END.pack(
+                    packet.policy_version,
+                    _text(packet.manifest_digest, 32),
+                    packet.num_tensors,
+                    packet.total_bytes,
+                    packet.num_buckets,
+                ),
             )
         case Done():
             kind, body = 6, _DONE.pack(_text(packet.manifest_digest, 32))

@@ -7,7 +7,6 @@ waits for engines that still receive v, up to `round_timeout_s`, and then cuts t
 
 from __future__ import annotations
 
-import contextlib
 import os
 import socket
 import struct
@@ -145,8 +144,7 @@ class WeightServer:
         with self._changed:
             self._closing = True
             open_now = dict(self._connections)
-        with contextlib.suppress(OSError):  # some kernels refuse it on a listening socket; the accept's deadline ends it then
-            listener.shutdown(socket.SHUT_RDWR)
+        listener.shutdown(socket.SHUT_RDWR)  # wakes the accepting thread
         for sender in open_now:
             sender.connection.cut("the weight server closes")
         deadline = time.monotonic() + _CUT_GRACE_S
@@ -178,9 +176,7 @@ class WeightServer:
         with self._publishing:
             arena = self._free_arena(policy_version)
             with torch.no_grad():
-                snapshot = take_snapshot(
-                    self._arenas[arena], named_tensors, policy_version=policy_version, dtype=self._dtype
-                )
+                snapshot = take_snapshot(self._arenas[arena], named_tensors, policy_version=policy_version, dtype=self._dtype)
             digest = snapshot.manifest.digest
             with self._changed:
                 before = self._held[-1] if self._held else None
@@ -284,9 +280,7 @@ class WeightServer:
             with self._changed:
                 self._ranks.pop((hello.engine, hello.nonce, hello.policy_version), None)
             self._on_failed(
-                StageFailure(
-                    engine=hello.engine, nonce=hello.nonce, policy_version=hello.policy_version, reason=str(error)
-                )
+                StageFailure(engine=hello.engine, nonce=hello.nonce, policy_version=hello.policy_version, reason=str(error))
             )
             return
         seconds = self._staged_by_all(hello, time.monotonic() - started)
@@ -315,9 +309,7 @@ class WeightServer:
             ring = ring or Ring(self._settings.bucket_bytes)
             sender.welcome(ring)
             snapshot = held.snapshot
-            report = send_weights(
-                sender, snapshot, policy_version=hello.policy_version, manifest=snapshot.manifest
-            )
+            report = send_weights(sender, snapshot, policy_version=hello.policy_version, manifest=snapshot.manifest)
             return report.manifest_digest
         finally:
             with self._changed:

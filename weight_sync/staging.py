@@ -146,9 +146,7 @@ class StagingArea:
         if staged is None or (staged.policy_version, staged.digest) != (policy_version, manifest_digest):
             held = f"version {staged.policy_version} with digest {staged.digest}" if staged else "nothing"
             detail = f", last staging failed: {error}" if error else f", state: {state.value}"
-            raise NotStaged(
-                f"asked for version {policy_version} with digest {manifest_digest}, staged is {held}{detail}"
-            )
+            raise NotStaged(f"asked for version {policy_version} with digest {manifest_digest}, staged is {held}{detail}")
         return staged
 
     def mark_loaded(self, weights: StagedWeights) -> None:

@@ -78,9 +78,7 @@ class _BucketWriter:
         if not self._pieces:
             return
         header = encode_header(self._pieces, sequence=self.num_sent, policy_version=self._policy_version)
-        self._channel.send_bucket(
-            BucketKind.WEIGHTS, self.num_sent, payload_bytes=self._layout.payload_end, header=header
-        )
+        self._channel.send_bucket(BucketKind.WEIGHTS, self.num_sent, payload_bytes=self._layout.payload_end, header=header)
         self.num_sent += 1
         self._memory = None
         self._pieces.clear()
@@ -246,9 +244,7 @@ class _Receiver:
 
     def _begin(self, piece: Piece) -> None:
         index = len(self._specs)
-        if self._manifest is not None and (
-            index >= self._manifest.num_tensors or self._manifest.specs[index] != piece.spec
-        ):
+        if self._manifest is not None and (index >= self._manifest.num_tensors or self._manifest.specs[index] != piece.spec):
             raise IntegrityError(f"tensor {index} is {piece.spec}, which is not what the manifest describes")
         self._specs.append(piece.spec)
         self._memory = self._allocate(piece.spec.num_bytes)

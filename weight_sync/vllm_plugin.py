@@ -60,19 +60,19 @@ SUPPORTED_VLLM = ("0.32", "0.33")
 
 
 @dataclass
-class InitInfo(WeightTransferInitInfo):
+class InitInfo(WeightTransferInitInfo):  # type: ignore[misc]  # vLLM is not typed
     """Nothing has to be agreed on beforehand: each staging names its address."""
 
 
 @dataclass
-class UpdateInfo(WeightTransferUpdateInfo):
+class UpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc]
     """Which staged weights to load."""
 
     policy_version: int
     manifest_digest: str
 
 
-class HeadraceWeightEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
+class HeadraceWeightEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignore[misc]
     """Loads staged weights into one worker's model."""
 
     init_info_cls = InitInfo
@@ -86,9 +86,7 @@ class HeadraceWeightEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         if not vllm.__version__.startswith(SUPPORTED_VLLM):
             log.warning("vLLM release was not checked", got=vllm.__version__, expected=SUPPORTED_VLLM)
         parallel = vllm_config.parallel_config
-        self.staging = StagingArea(
-            check_manifest=self._check_manifest, rank=parallel.rank, num_ranks=parallel.world_size
-        )
+        self.staging = StagingArea(check_manifest=self._check_manifest, rank=parallel.rank, num_ranks=parallel.world_size)
         self._expected = checkpoint_shapes(Path(self.model_config.model))
         self._update_done = False
 
@@ -107,9 +105,7 @@ class HeadraceWeightEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             raise ManifestMismatch(
                 f"the engine serves {self.model_config.quantization} weights; only unquantized weights can be sent"
             )
-        check_against_checkpoint(
-            manifest, self._expected, dtype=self.model_config.dtype, tied_heads=self._tied_heads()
-        )
+        check_against_checkpoint(manifest, self._expected, dtype=self.model_config.dtype, tied_heads=self._tied_heads())
 
     # ── vLLM's weight-transfer interface ─────────────────────────────────────────────────────────────────────────────
 
@@ -170,7 +166,7 @@ class HeadraceWeightEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         try:
             finalize_layerwise_reload(self.model, self.model_config)
             self._reload(loaded.tensors.items() if loaded is not None else self._checkpoint_weights())
-        except BaseException as second:
+        except BaseException as second:  # noqa: BLE001  (whatever it is, the process must not serve on)
             log.critical("the weights before did not load either, the engine ends", error=repr(second))
             os._exit(70)  # it would serve a mix of two versions; whoever supervises it starts a clean one
 
@@ -183,9 +179,7 @@ class HeadraceWeightEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
 class WorkerExtension:
     """Methods that vLLM mixes into its worker; called through `/collective_rpc`, arguments as JSON values."""
 
-    def headrace_stage(
-        self, address: str, policy_version: int, engine: str, nonce: str, timeout_s: float
-    ) -> dict[str, object]:
+    def headrace_stage(self, address: str, policy_version: int, engine: str, nonce: str, timeout_s: float) -> dict[str, object]:
         """Begin to pull `policy_version` from the weight server at `address`; returns at once.
 
         The server reports under `engine` and `nonce` when it is staged, or why not. A staging begins a round: an update that
@@ -193,12 +187,10 @@ class WorkerExtension:
         """
         worker: Any = self
         weight_engine = _weight_engine(self)
-        if worker._weight_update_active:
+        if worker._weight_update_active:  # noqa: SLF001  (vLLM offers no other way to close an update)
             log.warning("an update that was left open is closed", nonce=nonce)
-            worker._weight_update_active = False
-        weight_engine.staging.stage(
-            address, int(policy_version), engine=engine, nonce=nonce, timeout_s=float(timeout_s)
-        )
+            worker._weight_update_active = False  # noqa: SLF001
+        weight_engine.staging.stage(address, int(policy_version), engine=engine, nonce=nonce, timeout_s=float(timeout_s))
         return weight_engine.staging.status()
 
     def headrace_status(self) -> dict[str, object]:
@@ -289,5 +281,5 @@ def _unfilled_layers(model: torch.nn.Module, tied_heads: frozenset[str]) -> Iter
             yield f"{path} ({info.load_numel} of {expected} elements)"
 
 
-if BACKEND not in WeightTransferEngineFactory._registry:
+if BACKEND not in WeightTransferEngineFactory._registry:  # noqa: SLF001  (a second registration would raise)
     WeightTransferEngineFactory.register_engine(BACKEND, HeadraceWeightEngine)

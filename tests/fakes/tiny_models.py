@@ -11,8 +11,7 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import load_file
-from transformers import LlamaConfig, PretrainedConfig, PreTrainedModel, Qwen3Config, Qwen3MoeConfig
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, PreTrainedModel, Qwen3Config, Qwen3MoeConfig
 
 VOCAB_SIZE = 300
 """Not a multiple of 64, to which vLLM pads."""
