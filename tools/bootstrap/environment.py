@@ -67,9 +67,10 @@ def machine_flavour() -> str:
 def wanted_environment(root: Path, cache: Path) -> Environment:
     """The environment that this checkout's requirements ask for on this machine."""
     flavour = machine_flavour()
-    content = (root / "requirements" / f"{flavour}{'.lock' if flavour == 'cpu' else '.txt'}").read_text()
+    text = (root / "requirements" / ("cpu.lock" if flavour == "cpu" else "cuda.txt")).read_text()
+    content = "\n".join(line for line in text.splitlines() if line and not line.startswith("#"))
     if flavour == "cuda":
-        content += "\n".join(plan.requirements((root / "pyproject.toml").read_text(), ("cuda", "dev")))
+        content += "\n" + "\n".join(plan.requirements((root / "pyproject.toml").read_text(), ("cuda", "dev")))
     base = getattr(sys, "_base_executable", None) or sys.executable
     where = f"{platform.system().lower()}-{platform.machine()}"
     name = plan.environment_name(flavour, content, f"{sys.version_info[:3]} {os.path.realpath(base)}", where)
