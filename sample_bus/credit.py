@@ -1,12 +1,27 @@
 """Credit of a producer's stream. Pure.
 
-Positions are absolute: samples and bytes since the producer's first sample. Invariant: what the consumer holds unsettled, plus
-what it has allowed and not yet received, never exceeds its limits.
+Positions are absolute (samples and bytes since the producer's first sample), so an acknowledgement that is lost, repeated or
+late does no harm. Invariant: what the consumer holds unsettled, and what it allowed and did not receive yet, fit its room.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Credit:
+    samples: int = 0
+    """Sequence numbers below it may be sent."""
+    num_bytes: int = 0
+    """So many bytes may have been sent in all."""
+
+    def or_further(self, other: Credit) -> Credit:
+        return Credit(samples=max(self.samples, other.samples), num_bytes=max(self.num_bytes, other.num_bytes))
+
+    def allows(self, seq: int, bytes_before: int, nbytes: int) -> bool:
+        """Whether the sample at `seq`, with so many bytes sent before it, may be sent."""
+        return seq < self.samples and bytes_before + nbytes <= self.num_bytes
 
 
 @dataclass(slots=True)
@@ -22,6 +37,7 @@ class Stream:
 
     @property
     def settled(self) -> int:
+        """How many are settled, whichever they are."""
         return self.received - self.queued
 
     def receive(self, nbytes: int) -> None:
@@ -34,25 +50,9 @@ class Stream:
         self.queued -= 1
         self.queued_bytes -= nbytes
 
-    def limits(self, *, max_samples: int, max_bytes: int, queued_elsewhere: int, queued_bytes_elsewhere: int) -> Credit:
-        """How far the producer may go: the room that all streams share, less what others hold, from what is settled here."""
+    def credit(self, *, room_samples: int, room_bytes: int) -> Credit:
+        """How far the producer may go when the consumer has room for so much of this stream."""
         return Credit(
-            samples=max(self.received, self.settled + max_samples - queued_elsewhere),
-            num_bytes=max(self.received_bytes, self.received_bytes - self.queued_bytes + max_bytes - queued_bytes_elsewhere),
+            samples=max(self.received, self.settled + room_samples),
+            num_bytes=max(self.received_bytes, self.received_bytes - self.queued_bytes + room_bytes),
         )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Credit:
-    samples: int = 0
-    """Sequence numbers below it may be sent."""
-    num_bytes: int = 0
-    """So many bytes may have been sent in all."""
-
-    def or_further(self, other: Credit) -> Credit:
-        """The further of both, so that acknowledgements may be lost, repeated or late."""
-        return Credit(samples=max(self.samples, other.samples), num_bytes=max(self.num_bytes, other.num_bytes))
-
-    def allows(self, seq: int, bytes_before: int, nbytes: int) -> bool:
-        """Whether the sample at `seq`, with so many bytes sent before it, may be sent."""
-        return seq < self.samples and bytes_before + nbytes <= self.num_bytes

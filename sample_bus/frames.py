@@ -17,9 +17,8 @@ make credit drift.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import Any, ClassVar, get_type_hints
+from typing import Any, ClassVar, get_args, get_origin, get_type_hints
 
 from sample_bus.errors import WireError
 from sample_bus.packing import Buffer, pack, unpack
@@ -46,25 +45,39 @@ class Hello:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Ack:
+    KIND: ClassVar[int] = 5
+    received: int
+    """Sequence number expected next; everything below is held or settled."""
+    settled: int
+    """How many are settled, whichever they are."""
+    limit_samples: int
+    """Sequence numbers below it may be sent."""
+    limit_bytes: int
+    """So many bytes may have been sent in all."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TopicValue:
+    KIND: ClassVar[int] = 6
+    name: str
+    revision: int
+    value: bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Welcome:
     KIND: ClassVar[int] = 2
     greeting: int
     incarnation: str
     run: str
-    received: int
-    """Sequence number expected next; everything below is held or settled."""
-    settled: int
-    limit_samples: int
-    """Sequence numbers below it may be sent."""
-    limit_bytes: int
-    """So many bytes may have been sent in all."""
+    ack: Ack
     max_sample_bytes: int
     """A larger sample would be refused."""
     origin_version: int
     accounted: int
     dropped: int
-    topics: list[list[Any]]
-    """[name, revision, value] of each retained topic."""
+    topics: list[TopicValue]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,23 +90,6 @@ class Refused:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reset:
     KIND: ClassVar[int] = 4
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Ack:
-    KIND: ClassVar[int] = 5
-    received: int
-    settled: int
-    limit_samples: int
-    limit_bytes: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TopicValue:
-    KIND: ClassVar[int] = 6
-    name: str
-    revision: int
-    value: bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,20 +129,17 @@ class Data:
 
 
 Control = Hello | Welcome | Refused | Reset | Ack | TopicValue | Request | Reply | Heartbeat | Bye | Data
-_KINDS: tuple[type[Control], ...] = (Hello, Welcome, Refused, Reset, Ack, TopicValue, Request, Reply, Heartbeat, Bye, Data)
-_TYPES = {str: str, int: int, bool: bool, bytes: bytes, list[list[Any]]: list}
-_LAYOUT: dict[int, tuple[type[Control], tuple[tuple[str, type], ...]]] = {}
-for _kind in _KINDS:
-    _hints = get_type_hints(_kind)
-    _LAYOUT[_kind.KIND] = (_kind, tuple((field.name, _TYPES[_hints[field.name]]) for field in fields(_kind)))
+_KINDS: dict[int, type[Control]] = {kind.KIND: kind for kind in get_args(Control)}
+_LAYOUT: dict[type[Control], dict[str, Any]] = {
+    kind: {field.name: get_type_hints(kind)[field.name] for field in fields(kind)} for kind in _KINDS.values()
+}
 
 
 def encode_control(message: Control) -> bytes:
     """The message's frame. Raises WireError if it is larger than the bus carries."""
-    kind, layout = _LAYOUT[message.KIND]
-    frame = pack([message.KIND, *(getattr(message, name) for name, _ in layout)])
+    frame = pack([message.KIND, *_values(message)])
     if len(frame) > MAX_CONTROL_BYTES:
-        raise WireError(f"{kind.__name__}: {len(frame)} bytes, expected at most {MAX_CONTROL_BYTES}")
+        raise WireError(f"{type(message).__name__}: {len(frame)} bytes, expected at most {MAX_CONTROL_BYTES}")
     return frame
 
 
@@ -154,34 +147,49 @@ def decode_control(frame: Buffer, num_following: int = 0) -> Control:
     """The message of a frame that has `num_following` frames after it. Raises WireError."""
     if len(frame) > MAX_CONTROL_BYTES:
         raise WireError(f"control message: {len(frame)} bytes, expected at most {MAX_CONTROL_BYTES}")
-    values: Any = unpack(frame, "control message")
-    if not isinstance(values, list) or not values or type(values[0]) is not int or values[0] not in _LAYOUT:
+    values = unpack(frame, "control message")
+    if not isinstance(values, list) or not values or type(values[0]) is not int or values[0] not in _KINDS:
         raise WireError(f"control message: got {repr(values)[:80]}, expected [kind, …] with a known kind")
-    kind, layout = _LAYOUT[values[0]]
-    if len(values) != len(layout) + 1:
-        raise WireError(f"{kind.__name__}: got {len(values) - 1} fields, expected {len(layout)}")
-    for (name, expected), value in zip(layout, values[1:], strict=True):
-        if type(value) is not expected:
-            raise WireError(f"{kind.__name__}.{name}: got {type(value).__name__}, expected {expected.__name__}")
-        if isinstance(value, int) and not 0 <= value < 1 << 63:
-            raise WireError(f"{kind.__name__}.{name}: got {value}, expected 0 to 2^63 - 1")
-        if isinstance(value, str) and len(value) > MAX_TEXT:
-            raise WireError(f"{kind.__name__}.{name}: got {len(value)} characters, expected at most {MAX_TEXT}")
+    kind = _KINDS[values[0]]
     if (kind is Data) != (num_following > 0):
         raise WireError(f"{kind.__name__}: followed by {num_following} frames")
-    message = kind(**{name: value for (name, _), value in zip(layout, values[1:], strict=True)})
-    if isinstance(message, Welcome):
-        _check_topics(message.topics)
+    message: Control = _message(kind, values[1:])
     return message
 
 
-def _check_topics(topics: Sequence[Any]) -> None:
-    for topic in topics:
-        if not (
-            isinstance(topic, list)
-            and len(topic) == 3
-            and isinstance(topic[0], str)
-            and type(topic[1]) is int
-            and isinstance(topic[2], bytes)
-        ):
-            raise WireError(f"Welcome.topics: got {repr(topic)[:80]}, expected [name, revision, value]")
+def _values(message: Control) -> list[Any]:
+    return [_plain(getattr(message, name)) for name in _LAYOUT[type(message)]]
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_plain(item) for item in value]
+    return _values(value) if type(value) in _LAYOUT else value
+
+
+def _message(kind: type[Control], values: Any) -> Any:
+    layout = _LAYOUT[kind]
+    if not isinstance(values, list) or len(values) != len(layout):
+        raise WireError(f"{kind.__name__}: got {repr(values)[:80]}, expected {len(layout)} fields")
+    checked = {
+        name: _checked(value, expected, f"{kind.__name__}.{name}")
+        for (name, expected), value in zip(layout.items(), values, strict=True)
+    }
+    return kind(**checked)
+
+
+def _checked(value: Any, expected: Any, where: str) -> Any:
+    """The value itself, or what it stands for, once it is known to be as expected."""
+    if expected in _LAYOUT:
+        return _message(expected, value)
+    if get_origin(expected) is list:
+        if type(value) is not list:
+            raise WireError(f"{where}: got {type(value).__name__}, expected list")
+        return [_checked(item, get_args(expected)[0], where) for item in value]
+    if type(value) is not expected:
+        raise WireError(f"{where}: got {type(value).__name__}, expected {expected.__name__}")
+    if expected is int and not 0 <= value < 1 << 63:
+        raise WireError(f"{where}: got {value}, expected 0 to 2^63 - 1")
+    if expected is str and len(value) > MAX_TEXT:
+        raise WireError(f"{where}: got {len(value)} characters, expected at most {MAX_TEXT}")
+    return value

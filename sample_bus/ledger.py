@@ -56,7 +56,13 @@ class Ledger:
 
     @property
     def closes(self) -> bool:
+        """Whether every equation holds; the daemons must be at rest."""
         return not self.problems
+
+    @property
+    def on_the_way(self) -> int:
+        """Offered and not counted as received yet; below 0 if the trainer's snapshot is the newer one."""
+        return self.rollouts.offered - self.samples.received
 
     def line(self) -> str:
         """One line for a summary."""
@@ -66,4 +72,8 @@ class Ledger:
             f"{self.issued} issued = {self.samples.trained} trained + {dropped} + {self.samples.queued} queued "
             f"+ {self.rollouts.in_flight} in flight"
         )
-        return text if self.closes else f"{text}: DOES NOT BALANCE ({'; '.join(self.problems)})"
+        if self.closes:
+            return text
+        if self.gap == self.on_the_way and len(self.problems) == 2:
+            return f"{text} + {self.on_the_way} on the way"
+        return f"{text}: DOES NOT BALANCE ({'; '.join(self.problems)})"

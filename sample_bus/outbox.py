@@ -22,11 +22,12 @@ Parts = Sequence[bytes | memoryview]
 class Offer:
     parts: Parts
     """Header, body, large columns."""
+    nbytes: int
+    """Of its frames."""
     done: asyncio.Future[SampleId]
     frames: Parts = ()
     """What was sent."""
     bytes_before: int = 0
-    nbytes: int = 0
 
 
 class Outbox:
@@ -109,13 +110,12 @@ class Outbox:
     def _pump(self) -> None:
         while self._waiting:
             offer = self._waiting[0]
-            nbytes = wire.PREFIX_BYTES + wire.num_bytes(offer.parts)
-            if not self._credit.allows(self._next_seq, self._num_bytes, nbytes):
+            if not self._credit.allows(self._next_seq, self._num_bytes, offer.nbytes):
                 return
             self._waiting.popleft()
             offer.frames = wire.stamp(offer.parts, self._epoch, self._next_seq)
-            offer.parts, offer.bytes_before, offer.nbytes = (), self._num_bytes, nbytes
+            offer.parts, offer.bytes_before = (), self._num_bytes
             self._sent[self._next_seq] = offer
             self._next_seq += 1
-            self._num_bytes += nbytes
+            self._num_bytes += offer.nbytes
             self._send(self._next_seq - 1, offer.frames)

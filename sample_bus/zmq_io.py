@@ -4,7 +4,7 @@ It sends what the event loop hands it, hands over what arrives (decoded, in batc
 busy event loop never looks like a dead process. It sleeps until something happens: a message, a wake by the loop, a heartbeat.
 
 Invariant: the event loop never touches the socket, the thread never touches the loop's state. Messages to one peer leave in the
-order in which they were handed over, except that one with a `key` takes the place of an unsent one with the same key.
+order in which they were handed over; one with a `key` takes back an unsent one with the same key.
 """
 
 from __future__ import annotations
@@ -15,89 +15,51 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import structlog
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
+from configs.schema import BusSettings
 from sample_bus import wire
 from sample_bus.errors import WireError
-from sample_bus.frames import Control, Data, Heartbeat, decode_control, encode_control
+from sample_bus.events import (
+    SERVER,
+    Arrived,
+    ArrivedSample,
+    Connected,
+    Crashed,
+    Disconnected,
+    Event,
+    HeardAgain,
+    Malformed,
+    Silent,
+)
+from sample_bus.frames import MAX_CONTROL_BYTES, Control, Data, Heartbeat, decode_control, encode_control
 from sample_bus.liveness import Liveness
-from sample_bus.sample import Sample, SampleId
 
 log = structlog.get_logger()
 
-SERVER = b""
-"""How a client's thread names its only peer."""
-_BATCH = 256
-_RETRY_S = 0.05
+FLUSH_S = 1.0
+"""How long a closing end tries to send what it was handed."""
 HIGH_WATER_MARK = 1000
 """Messages that libzmq queues for one peer; more wait here."""
+_BATCH = 256
+_RETRY_S = 0.05
+_END_S = 10.0
+
+Frames = Sequence[bytes | memoryview]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Arrived:
-    peer: bytes
-    message: Control
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ArrivedSample:
-    peer: bytes
-    seq: int
-    nbytes: int
-    id: SampleId
-    sample: Sample
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Malformed:
-    """What did not decode. `seq` is None when not even its envelope did."""
-
-    peer: bytes
-    seq: int | None
-    error: str
-    frames: tuple[bytes, ...]
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the sample's frames, the envelope left out."""
-        return sum(len(frame) for frame in self.frames[1:])
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Connected:
-    """The transport has a connection to the server."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Disconnected:
-    """The connection to `peer` is gone, and with it everything unsent."""
-
-    peer: bytes
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Silent:
-    peer: bytes
-    silent_s: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HeardAgain:
-    peer: bytes
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Crashed:
-    """The thread ended by an error of ours."""
-
-    error: str
-
-
-Event = Arrived | ArrivedSample | Malformed | Connected | Disconnected | Silent | HeardAgain | Crashed
+def set_options(socket: zmq.Socket[bytes], bus: BusSettings, address: str) -> None:
+    """Options that both ends share."""
+    socket.setsockopt(zmq.SNDHWM, HIGH_WATER_MARK)
+    socket.setsockopt(zmq.RCVHWM, HIGH_WATER_MARK)
+    socket.setsockopt(zmq.MAXMSGSIZE, max(bus.max_sample_bytes, MAX_CONTROL_BYTES) + 1024)
+    if address.startswith("tcp://"):
+        # A host that vanishes leaves a connection that never breaks by itself.
+        socket.setsockopt(zmq.HEARTBEAT_IVL, int(bus.heartbeat_timeout_s * 500))
+        socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, int(bus.heartbeat_timeout_s * 1000))
 
 
 class SocketThread:
@@ -105,31 +67,29 @@ class SocketThread:
         self,
         context: zmq.Context[zmq.Socket[bytes]],
         socket: zmq.Socket[bytes],
+        bus: BusSettings,
         *,
         name: str,
         deliver: Callable[[list[Event]], None],
-        heartbeat_interval_s: float,
-        heartbeat_timeout_s: float,
-        max_sample_bytes: int,
     ) -> None:
-        """Takes over `context` and `socket` (ROUTER or DEALER, bound or connected); `deliver` is called in the running loop."""
+        """Takes over `context` and `socket` (ROUTER or DEALER); `deliver` is called in the running event loop."""
         self._context = context
         self._socket = socket
         self._routed = socket.socket_type == zmq.ROUTER
         self._deliver = deliver
         self._loop = asyncio.get_running_loop()
-        self._interval_s = heartbeat_interval_s
-        self._max_sample_bytes = max_sample_bytes
+        self._interval_s = bus.heartbeat_interval_s
+        self._max_sample_bytes = bus.max_sample_bytes
         self._heartbeat = [encode_control(Heartbeat())]
         self._commands: deque[Callable[[], None]] = deque()
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._woken = False
         self._liveness = Liveness(
-            timeout_s=heartbeat_timeout_s, longest_tick_s=2 * heartbeat_interval_s + 1.0, now=time.monotonic()
+            timeout_s=bus.heartbeat_timeout_s, longest_tick_s=2 * bus.heartbeat_interval_s, now=time.monotonic()
         )
         self._beating: set[bytes] = set()
         self._probed: set[bytes] = set()
-        self._backlog: dict[bytes, dict[str | int, Sequence[bytes | memoryview]]] = {}
+        self._backlog: dict[bytes, dict[str | int, Frames]] = {}
         self._num_unkeyed = 0
         self._events: list[Event] = []
         self._stop_at: float | None = None
@@ -144,7 +104,12 @@ class SocketThread:
     def start(self) -> None:
         self._thread.start()
 
-    def send(self, peer: bytes, frames: Sequence[bytes | memoryview], *, key: str | None = None) -> None:
+    def discard(self) -> None:
+        """Close what was taken over, for a thread that was not started."""
+        self._release()
+        os.close(self._wake_fd)
+
+    def send(self, peer: bytes, frames: Frames, *, key: str | None = None) -> None:
         self._command(lambda: self._enqueue(peer, frames, key))
 
     def send_control(self, peer: bytes, message: Control, *, key: str | None = None) -> None:
@@ -158,15 +123,16 @@ class SocketThread:
         """Stop that, and drop what is unsent."""
         self._command(lambda: self._forget(peer))
 
-    async def close(self, *, flush_s: float) -> None:
-        """Send what was handed over, within `flush_s`, and end the thread. The socket is closed afterwards."""
-        self._command(lambda: self._stop(flush_s))
-        await asyncio.wait_for(self._ended.wait(), flush_s + 10.0)
-        self._thread.join(timeout=1.0)
-
     def probe(self, peer: bytes) -> None:
         """Send a heartbeat now and report HeardAgain when the peer is next heard."""
         self._command(lambda: self._probe(peer))
+
+    async def close(self, *, flush_s: float) -> None:
+        """Send what was handed over, within `flush_s`, and end the thread. The socket is closed afterwards."""
+        self._command(lambda: self._stop(flush_s))
+        async with asyncio.timeout(flush_s + _END_S):
+            await self._ended.wait()
+        self._thread.join()
 
     def _command(self, command: Callable[[], None]) -> None:
         if self._ended.is_set():
@@ -176,26 +142,28 @@ class SocketThread:
             self._woken = True
             os.eventfd_write(self._wake_fd, 1)
 
+    def _finish(self) -> None:
+        os.close(self._wake_fd)
+        self._ended.set()
+
     # ── the thread ───────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _run(self) -> None:
         try:
             self._serve()
-        except Exception as error:
-            log.exception("bus thread failed")
+        except Exception as error:  # noqa: BLE001 - reported to the loop, which fails every wait with it
             self._events.append(Crashed(error=f"{type(error).__name__}: {error}"))
         finally:
-            if self._monitor is not None:
-                self._socket.disable_monitor()
-                self._monitor.close(linger=0)
-            self._socket.close(linger=1000)
-            self._context.term()
+            self._release()
             self._hand_over()
             self._call_loop(self._finish)
 
-    def _finish(self) -> None:
-        os.close(self._wake_fd)
-        self._ended.set()
+    def _release(self) -> None:
+        if self._monitor is not None:
+            self._socket.disable_monitor()
+            self._monitor.close(linger=0)
+        self._socket.close(linger=int(FLUSH_S * 1000))
+        self._context.term()
 
     def _serve(self) -> None:
         poller = zmq.Poller()
@@ -215,7 +183,7 @@ class SocketThread:
             while self._commands:
                 self._commands.popleft()()
             if self._monitor is not None and self._monitor in ready:
-                self._note_connection()
+                self._note_connection(self._monitor)
             if ready.get(self._socket, 0) & zmq.POLLIN:
                 self._receive(now)
             for peer in list(self._backlog):
@@ -231,12 +199,12 @@ class SocketThread:
 
     def _timeout_ms(self, next_beat: float) -> int:
         now = time.monotonic()
-        until = next_beat
-        if self._backlog and self._routed:
+        until = next_beat if self._stop_at is None else min(next_beat, self._stop_at)
+        if self._backlog and self._routed:  # a ROUTER does not tell when one peer's queue has room again
             until = min(until, now + _RETRY_S)
-        if self._stop_at is not None:
-            until = min(until, self._stop_at)
         return max(0, int((until - now) * 1000) + 1)
+
+    # receiving
 
     def _receive(self, now: float) -> None:
         for _ in range(_BATCH):
@@ -248,37 +216,40 @@ class SocketThread:
             if self._liveness.heard(peer, now) or peer in self._probed:
                 self._probed.discard(peer)
                 self._events.append(HeardAgain(peer=peer))
-            self._take(peer, frames)
+            self._take(peer, tuple(frames))
 
-    def _take(self, peer: bytes, frames: list[memoryview]) -> None:
+    def _take(self, peer: bytes, frames: tuple[memoryview, ...]) -> None:
         seq: int | None = None
         try:
-            message = decode_control(frames[0] if frames else b"", max(0, len(frames) - 1))
+            if not frames:
+                raise WireError("message without frames")
+            message = decode_control(frames[0], len(frames) - 1)
             if isinstance(message, Data):
                 seq = message.seq
                 sample_id, sample = wire.decode(frames[1:], max_bytes=self._max_sample_bytes)
+                nbytes = wire.num_bytes(frames[1:])
                 self._events.append(
-                    ArrivedSample(peer=peer, seq=seq, nbytes=wire.num_bytes(frames[1:]), id=sample_id, sample=sample)
+                    ArrivedSample(peer=peer, seq=seq, nbytes=nbytes, id=sample_id, sample=sample, frames=frames)
                 )
             elif not isinstance(message, Heartbeat) or peer not in self._beating:
                 self._events.append(Arrived(peer=peer, message=message))
         except WireError as error:
-            self._events.append(Malformed(peer=peer, seq=seq, error=str(error), frames=tuple(bytes(frame) for frame in frames)))
+            self._events.append(Malformed(peer=peer, seq=seq, error=str(error), frames=frames))
 
-    def _note_connection(self) -> None:
-        assert self._monitor is not None
-        while self._monitor.poll(0):
-            if recv_monitor_message(self._monitor)["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+    def _note_connection(self, monitor: zmq.Socket[bytes]) -> None:
+        while monitor.poll(0):
+            if recv_monitor_message(monitor)["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED:
                 self._events.append(Connected())
             else:
                 self._backlog.clear()
                 self._events.append(Disconnected(peer=SERVER))
 
-    def _enqueue(self, peer: bytes, frames: Sequence[bytes | memoryview], key: str | None) -> None:
-        if key is None:
-            self._num_unkeyed += 1
-        backlog = self._backlog.setdefault(peer, {})
+    # sending
+
+    def _enqueue(self, peer: bytes, frames: Frames, key: str | None) -> None:
+        self._num_unkeyed += 1
         place = self._num_unkeyed if key is None else key
+        backlog = self._backlog.setdefault(peer, {})
         backlog.pop(place, None)
         backlog[place] = frames
         if len(backlog) == 1:
@@ -288,13 +259,14 @@ class SocketThread:
         """Send what waits for the peer until its queue is full or its connection is found gone."""
         backlog = self._backlog[peer]
         while backlog:
-            key = next(iter(backlog))
-            if not self._try_send(peer, backlog[key]):
+            place = next(iter(backlog))
+            if not self._try_send(peer, backlog[place]):
                 return
-            backlog.pop(key, None)
+            backlog.pop(place, None)
         self._backlog.pop(peer, None)
 
-    def _try_send(self, peer: bytes, frames: Sequence[bytes | memoryview]) -> bool:
+    def _try_send(self, peer: bytes, frames: Frames) -> bool:
+        """False if the peer's queue is full. A message to a peer that is gone counts as sent: its Disconnected is reported."""
         try:
             self._socket.send_multipart([peer, *frames] if self._routed else frames, zmq.NOBLOCK, copy=False)
         except zmq.Again:
@@ -302,10 +274,13 @@ class SocketThread:
         except zmq.ZMQError as error:
             if error.errno != zmq.EHOSTUNREACH:
                 raise
-            self._backlog.pop(peer, None)
+            if peer in self._backlog:
+                self._backlog[peer].clear()
             self._beating.discard(peer)
             self._events.append(Disconnected(peer=peer))
         return True
+
+    # peers
 
     def _beat(self) -> None:
         for peer in list(self._beating):
@@ -326,6 +301,8 @@ class SocketThread:
         self._probed.discard(peer)
         self._liveness.forget(peer)
         self._backlog.pop(peer, None)
+
+    # the loop
 
     def _stop(self, flush_s: float) -> None:
         self._stop_at = time.monotonic() + flush_s

@@ -1,7 +1,8 @@
 """A client's end of the bus over ZeroMQ: a rollouter's (offers samples, publishes its state) or a console's (watches and asks).
 
-Invariant: `offer` returns only when the trainer's end holds the sample. Connections may break and trainers restart: the link
-greets again by itself, sends what was not received, and says through `resumptions` when it is another trainer that took it.
+A thin shell: `outbox` accounts for samples, `asked` for requests, `trainer_watch` for the trainer's presence, `zmq_io` owns the
+socket. Invariant: `offer` returns only when the trainer's end holds the sample. Connections may break and trainers restart: the
+link greets again by itself, sends what was not received, and says through `resumptions` when another trainer took it.
 """
 
 from __future__ import annotations
@@ -15,51 +16,23 @@ import structlog
 import zmq
 
 from configs.schema import BusSettings
-from sample_bus import wire
+from sample_bus import events, frames, wire
 from sample_bus.asked import Asked
 from sample_bus.credit import Credit
-from sample_bus.errors import BusError, Ended, PeerLost, SampleTooLarge
-from sample_bus.errors import Refused as RefusedError
+from sample_bus.errors import BusError, Ended, Refused, SampleTooLarge
+from sample_bus.events import SERVER
 from sample_bus.feed import Feed
-from sample_bus.frames import (
-    PROTOCOL,
-    Ack,
-    Bye,
-    Control,
-    Data,
-    Heartbeat,
-    Hello,
-    Refused,
-    Reply,
-    Reset,
-    TopicValue,
-    Welcome,
-    encode_control,
-)
 from sample_bus.messages import EndOfRun, Message
 from sample_bus.outbox import Offer, Outbox, Parts
-from sample_bus.peers import LossReason, LostPeer, PeerState, Role
+from sample_bus.peers import LostPeer, PeerState, Role
 from sample_bus.protocols import ProducerStatistics, Resumption
 from sample_bus.sample import Sample, SampleId
 from sample_bus.topics import TopicBoard, encode_body
-from sample_bus.zmq_io import (
-    HIGH_WATER_MARK,
-    SERVER,
-    Arrived,
-    Connected,
-    Crashed,
-    Disconnected,
-    Event,
-    HeardAgain,
-    Malformed,
-    Silent,
-    SocketThread,
-)
+from sample_bus.trainer_watch import TrainerWatch
+from sample_bus.zmq_io import FLUSH_S, SocketThread, set_options
 
 log = structlog.get_logger()
 M = TypeVar("M", bound=Message)
-NOTICE_S = 5.0
-"""How often a long wait says what it waits for."""
 END_TOPIC = "end"
 
 
@@ -70,8 +43,7 @@ class ZmqLink:
         self._name = name
         self._role = role
         self._epoch = time.time_ns()
-        self._state = PeerState.CONNECTING
-        self._states: Feed[PeerState] = Feed()
+        self._watch = TrainerWatch(bus, address, self._end_waits)
         self._board = TopicBoard()
         self._own_topics: set[str] = set()
         self._asked = Asked()
@@ -81,42 +53,32 @@ class ZmqLink:
         self._greeted = True
         self._settled = 0
         self._max_sample_bytes = bus.max_sample_bytes
-        self._lost: LostPeer | None = None
-        self._failure: BusError | None = None
-        self._give_up: asyncio.TimerHandle | None = None
         self._io: SocketThread
 
     def open(self) -> None:
-        """Start to connect; returns at once."""
+        """Start to connect; returns at once. Raises BusError for what is no address."""
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         socket = context.socket(zmq.DEALER)
+        set_options(socket, self._bus, self._address)
         socket.setsockopt(zmq.IMMEDIATE, 1)
-        socket.setsockopt(zmq.SNDHWM, HIGH_WATER_MARK)
-        socket.setsockopt(zmq.RCVHWM, HIGH_WATER_MARK)
         socket.setsockopt(zmq.RECONNECT_IVL, 100)
         socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
-        self._io = SocketThread(
-            context,
-            socket,
-            name=self._name,
-            deliver=self._take,
-            heartbeat_interval_s=self._bus.heartbeat_interval_s,
-            heartbeat_timeout_s=self._bus.heartbeat_timeout_s,
-            max_sample_bytes=self._bus.max_sample_bytes,
-        )
+        thread = SocketThread(context, socket, self._bus, name=self._name, deliver=self._deliver)
         try:
             socket.connect(self._address)
         except zmq.ZMQError as error:
+            thread.discard()
             raise BusError(f"{self._address}: not an address of a bus: {error}") from error
+        self._io = thread
         self._io.start()
-        self._expect_trainer()
+        self._watch.expect()
 
     async def close(self) -> None:
         """Say goodbye. Offers and requests that wait end with BusError."""
-        if self._state is PeerState.CONNECTED:
-            self._io.send_control(SERVER, Bye(reason=f"{self._name} closed the bus"))
+        if self._watch.state is PeerState.CONNECTED:
+            self._io.send_control(SERVER, frames.Bye(reason=f"{self._name} closed the bus"))
         self._fail(BusError("the bus is closed"))
-        await self._io.close(flush_s=1.0)
+        await self._io.close(flush_s=FLUSH_S)
 
     # ── samples ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -128,7 +90,9 @@ class ZmqLink:
         """
         if self._role is not Role.ROLLOUTER:
             raise BusError(f"{self._name} is a {self._role}: only a rollouter offers samples")
-        self._check_usable()
+        self._watch.check()
+        if END_TOPIC in self._board:
+            raise self._ended()
         sample.validate()
         parts = wire.prepare(sample, self._name)
         nbytes = wire.PREFIX_BYTES + wire.num_bytes(parts)
@@ -137,7 +101,7 @@ class ZmqLink:
                 f"sample of rollout {sample.rollout_id}: {nbytes} bytes ({sample.num_tokens} tokens), "
                 f"the bus carries at most {self._max_sample_bytes} (bus.max_sample_bytes, bus.max_queued_bytes)"
             )
-        offer = Offer(parts, asyncio.get_running_loop().create_future())
+        offer = Offer(parts, nbytes, asyncio.get_running_loop().create_future())
         self._outbox.add(offer)
         try:
             return await offer.done
@@ -146,9 +110,8 @@ class ZmqLink:
             raise
 
     def producer_statistics(self) -> ProducerStatistics:
-        received = self._outbox.first_unreceived
         return ProducerStatistics(
-            offered=received,
+            offered=self._outbox.first_unreceived,
             acknowledged=self._settled,
             unsettled=self._outbox.next_seq - self._settled,
             bytes_sent=self._outbox.num_bytes,
@@ -159,7 +122,7 @@ class ZmqLink:
 
     @property
     def peer_state(self) -> PeerState:
-        return self._state
+        return self._watch.state
 
     @property
     def resumption(self) -> Resumption | None:
@@ -169,33 +132,10 @@ class ZmqLink:
         return self._resumptions.follow(from_newest=True)
 
     async def wait_connected(self, timeout_s: float) -> None:
-        loop = asyncio.get_running_loop()
-        started = loop.time()
-        while self._state is not PeerState.CONNECTED:
-            if self._failure is not None:
-                raise self._failure
-            waited = loop.time() - started
-            if waited >= timeout_s:
-                raise PeerLost(f"no trainer answered at {self._address} within {timeout_s:g} s ({self._state})")
-            try:
-                async with asyncio.timeout(min(NOTICE_S, timeout_s - waited)):
-                    await self._states.wait_next()
-            except TimeoutError:
-                waited_s = round(loop.time() - started, 1)
-                log.info(
-                    "waiting for the trainer",
-                    address=self._address,
-                    state=self._state.value,
-                    waited_s=waited_s,
-                    deadline_s=timeout_s,
-                )
+        await self._watch.wait_connected(timeout_s)
 
     async def wait_lost(self) -> LostPeer:
-        while self._lost is None:
-            if self._failure is not None:
-                raise self._failure
-            await self._states.wait_next()
-        return self._lost
+        return await self._watch.wait_lost()
 
     # ── control ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -206,82 +146,88 @@ class ZmqLink:
         return self._board.watch(topic, kind)
 
     async def publish(self, topic: str, value: Message) -> None:
+        """As `Control.publish`; while the trainer is away the newest value is kept for it."""
         if self._role is not Role.ROLLOUTER:
             raise BusError(f"{self._name} is a {self._role}: only the daemons publish topics")
-        if self._failure is not None:
-            raise self._failure
         self._own_topics.add(topic)
         self._board.set(topic, encode_body(value))
-        if self._state is PeerState.CONNECTED:
+        if self._watch.state is PeerState.CONNECTED:
             self._send_topic(topic)
 
     async def request(self, name: str, body: Message, reply: type[M], *, timeout_s: float | None = None) -> M:
-        if self._failure is not None:
-            raise self._failure
+        self._watch.check()
         return await self._asked.ask(
             name,
             body,
             reply,
             timeout_s=timeout_s or self._bus.request_timeout_s,
-            send=self._send_request if self._state is PeerState.CONNECTED else None,
-            state=lambda: self._state.value,
+            send=self._send_request if self._watch.state is PeerState.CONNECTED else None,
+            state=lambda: self._watch.state.value,
         )
 
     # ── what arrives ─────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def _take(self, events: list[Event]) -> None:
-        for event in events:
+    def _deliver(self, batch: list[events.Event]) -> None:
+        for event in batch:
             match event:
-                case Arrived():
-                    self._take_control(event.message)
-                case Connected():
+                case events.Arrived():
+                    self._take(event.message)
+                case events.Connected():
                     self._greet()
-                case Disconnected():
-                    self._note_disconnected(PeerState.DISCONNECTED)
-                case Silent():
-                    self._note_lost(event.silent_s)
-                case HeardAgain():
-                    self._lost = None
+                case events.Disconnected():
+                    self._pause(PeerState.DISCONNECTED)
+                case events.Silent():
+                    self._greeted = False
+                    self._outbox.pause()
+                    self._watch.silent(event.silent_s)
+                case events.HeardAgain():
                     if not self._greeted:
                         self._greet()
-                case Malformed():
+                case events.Malformed():
                     log.warning("message from the trainer rejected", error=event.error)
-                case Crashed():
+                case events.Crashed():
                     self._fail(BusError(f"the bus failed: {event.error}"))
+                case events.ArrivedSample():
+                    log.warning("a sample came from the trainer", seq=event.seq)
 
-    def _take_control(self, message: Control) -> None:
+    def _take(self, message: frames.Control) -> None:
         match message:
-            case Ack():
+            case frames.Ack():
                 self._settled = max(self._settled, message.settled)
-                self._outbox.advance(message.received, Credit(samples=message.limit_samples, num_bytes=message.limit_bytes))
-            case TopicValue():
-                if message.revision > self._board.revision(message.name):
-                    self._take_topic(message.name, message.value, message.revision)
-            case Reply():
+                self._outbox.advance(message.received, _credit(message))
+            case frames.TopicValue():
+                if message.name not in self._own_topics and message.revision > self._board.revision(message.name):
+                    self._take_topic(message)
+            case frames.Reply():
                 self._asked.take(message)
-            case Welcome():
+            case frames.Welcome():
                 if message.greeting == self._greeting:
                     self._begin(message)
-            case Reset():
+            case frames.Reset():
                 self._greet()
-            case Refused():
+            case frames.Refused():
                 if message.greeting == self._greeting:
-                    self._set_state(PeerState.REFUSED)
-                    self._fail(RefusedError(f"the trainer at {self._address} refuses {self._name!r}: {message.reason}"))
-            case Bye():
-                log.info("trainer left", reason=message.reason)
-                self._note_disconnected(PeerState.LEFT)
-            case Heartbeat():
+                    error = Refused(f"the trainer at {self._address} refuses {self._name!r}: {message.reason}")
+                    self._fail(error, PeerState.REFUSED)
+            case frames.Bye():
+                self._pause(PeerState.LEFT)
+            case frames.Heartbeat():
                 pass
             case _:
                 log.warning("message of an unexpected kind from the trainer", kind=type(message).__name__)
 
+    def _pause(self, state: PeerState) -> None:
+        self._greeted = False
+        self._outbox.pause()
+        self._watch.away(state)
+
     def _greet(self) -> None:
+        """Say who we are and where our stream stands; nothing is sent until the trainer welcomes us."""
         self._greeting += 1
         self._greeted = True
         self._outbox.pause()
-        hello = Hello(
-            protocol=PROTOCOL,
+        hello = frames.Hello(
+            protocol=frames.PROTOCOL,
             greeting=self._greeting,
             name=self._name,
             role=self._role.value,
@@ -291,8 +237,8 @@ class ZmqLink:
         )
         self._io.send_control(SERVER, hello, key="hello")
 
-    def _begin(self, welcome: Welcome) -> None:
-        """A trainer took this client: the first, the same after a broken connection, or another one."""
+    def _begin(self, welcome: frames.Welcome) -> None:
+        """A trainer took this client: the first, the same one after a broken connection, or another one."""
         before = self._resumptions.newest
         anew = before is None or before.incarnation != welcome.incarnation
         self._io.track(SERVER)
@@ -300,14 +246,15 @@ class ZmqLink:
         if anew:
             self._board.clear(keep=frozenset(self._own_topics))
             self._asked.restarted()
-            self._settled = welcome.settled
-        for name, revision, value in welcome.topics:
-            if name not in self._own_topics and (anew or revision > self._board.revision(name)):
-                self._take_topic(name, value, revision)
-        self._set_state(PeerState.CONNECTED)
-        for topic in self._own_topics:
-            self._send_topic(topic)
+            self._settled = welcome.ack.settled
+        for topic in welcome.topics:
+            if topic.name not in self._own_topics and topic.revision > self._board.revision(topic.name):
+                self._take_topic(topic)
+        self._watch.connected()
+        for name in self._own_topics:
+            self._send_topic(name)
         if anew:
+            log.info("trainer connected", run=welcome.run, incarnation=welcome.incarnation, accounted=welcome.accounted)
             self._resumptions.add(
                 Resumption(
                     origin_version=welcome.origin_version,
@@ -316,93 +263,40 @@ class ZmqLink:
                     dropped=welcome.dropped,
                 )
             )
-            log.info("trainer connected", run=welcome.run, incarnation=welcome.incarnation, accounted=welcome.accounted)
-        self._outbox.resume(welcome.received, Credit(samples=welcome.limit_samples, num_bytes=welcome.limit_bytes))
+        self._outbox.resume(welcome.ack.received, _credit(welcome.ack))
         self._asked.send_again(self._send_request)
 
-    def _take_topic(self, name: str, value: bytes, revision: int) -> None:
-        self._board.set(name, value, revision)
-        if name == END_TOPIC:
+    def _take_topic(self, topic: frames.TopicValue) -> None:
+        self._board.set(topic.name, topic.value, topic.revision)
+        if topic.name == END_TOPIC:
             self._outbox.fail(self._ended())
 
     def _ended(self) -> Ended:
         end = self._board.get(END_TOPIC, EndOfRun)
         return Ended(f"the run is over: {end.reason} {end.message}".rstrip() if end else "the run is over")
 
-    # ── states ───────────────────────────────────────────────────────────────────────────────────────────────────────
-
-    def _set_state(self, state: PeerState) -> None:
-        self._state = state
-        if state is PeerState.CONNECTED:
-            self._lost = None
-            if self._give_up is not None:
-                self._give_up.cancel()
-                self._give_up = None
-        self._states.pulse()
-
-    def _note_disconnected(self, state: PeerState) -> None:
-        self._greeted = False
-        self._outbox.pause()
-        if self._state is PeerState.CONNECTED or state is PeerState.LEFT:
-            log.warning("trainer disconnected", address=self._address, state=state.value)
-            self._set_state(state)
-            self._expect_trainer()
-
-    def _note_lost(self, silent_s: float) -> None:
-        self._greeted = False
-        self._outbox.pause()
-        self._lost = LostPeer(name="trainer", reason=LossReason.SILENT, silent_s=silent_s)
-        log.warning("trainer lost", address=self._address, silent_s=round(silent_s, 1), on_lost=self._bus.on_lost)
-        self._set_state(PeerState.LOST)
-        if self._bus.on_lost == "fail":
-            self._end_waits(PeerLost(f"the trainer at {self._address} has been silent for {silent_s:.1f} s"))
-        self._expect_trainer()
-
-    def _expect_trainer(self) -> None:
-        """From now on the trainer has `connect_timeout_s` to appear, or offers fail."""
-        if self._give_up is None:
-            self._give_up = asyncio.get_running_loop().call_later(self._bus.connect_timeout_s, self._despair)
-
-    def _despair(self) -> None:
-        self._give_up = None
-        self._lost = self._lost or LostPeer(name="trainer", reason=LossReason.SILENT, silent_s=self._bus.connect_timeout_s)
-        self._set_state(PeerState.LOST)
-        self._end_waits(
-            PeerLost(f"no trainer at {self._address} for {self._bus.connect_timeout_s:g} s (bus.connect_timeout_s)")
-        )
-
-    def _check_usable(self) -> None:
-        if self._failure is not None:
-            raise self._failure
-        if END_TOPIC in self._board:
-            raise self._ended()
-        if self._state is PeerState.LOST and (self._bus.on_lost == "fail" or self._give_up is None):
-            raise PeerLost(f"the trainer at {self._address} is lost")
-
     def _end_waits(self, error: BusError) -> None:
         self._outbox.fail(error)
         self._asked.fail(str(error))
 
-    def _fail(self, failure: BusError) -> None:
-        self._failure = self._failure or failure
-        if self._give_up is not None:
-            self._give_up.cancel()
-        self._outbox.fail(self._failure)
-        self._asked.fail(str(self._failure))
-        self._states.pulse()
+    def _fail(self, failure: BusError, state: PeerState | None = None) -> None:
+        self._watch.fail(failure, state)
         self._board.close()
         self._resumptions.close()
 
     # ── sending ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def _send_sample(self, seq: int, frames: Parts) -> None:
-        self._io.send(SERVER, [encode_control(Data(seq=seq)), *frames])
+    def _send_sample(self, seq: int, parts: Parts) -> None:
+        self._io.send(SERVER, [frames.encode_control(frames.Data(seq=seq)), *parts])
 
-    def _send_topic(self, topic: str) -> None:
-        retained = self._board.retained(topic)
-        self._io.send_control(
-            SERVER, TopicValue(name=topic, revision=retained.revision, value=retained.value), key=f"topic {topic}"
-        )
+    def _send_topic(self, name: str) -> None:
+        topic = self._board.retained(name)
+        message = frames.TopicValue(name=name, revision=topic.revision, value=topic.value)
+        self._io.send_control(SERVER, message, key=f"topic {name}")
 
-    def _send_request(self, request: Control) -> None:
+    def _send_request(self, request: frames.Request) -> None:
         self._io.send_control(SERVER, request)
+
+
+def _credit(ack: frames.Ack) -> Credit:
+    return Credit(samples=ack.limit_samples, num_bytes=ack.limit_bytes)
