@@ -60,7 +60,8 @@ class Admission:
         self._ledger = AdmissionLedger(samples_per_period=samples_per_period)
         self._incarnation: str | None = None
         self._held: HeldVersion | None = None
-        self._published = 0
+        self._origin_version = 0
+        self._published: int | None = None
         self._dropped_by_trainer = 0
         self._offered = 0
         self._failed: Counter[FailureReason] = Counter()
@@ -71,6 +72,11 @@ class Admission:
     def incarnation(self) -> str | None:
         """The trainer whose versions count here."""
         return self._incarnation
+
+    @property
+    def origin_version(self) -> int:
+        """The version from which everything is counted."""
+        return self._origin_version
 
     @property
     def held(self) -> HeldVersion | None:
@@ -84,7 +90,7 @@ class Admission:
     @property
     def outstanding(self) -> int:
         """Admitted and not refunded, in samples since the origin."""
-        return self._ledger.admitted - self._ledger.refunded
+        return self._ledger.outstanding
 
     def counts(self) -> RolloutCounts:
         return RolloutCounts(
@@ -114,6 +120,8 @@ class Admission:
         if conditions.evaluating:
             return Hold.EVALUATING
         version = self._held.policy_version
+        if self._published is None or self._published < version:
+            return Hold.NO_TRAINER  # it announces a version first and then says so: what it says of its origin is older
         if conditions.max_staleness is not None and self._published - version > conditions.max_staleness:
             return Hold.TOO_OLD
         needed = conditions.num_samples_needed
@@ -151,30 +159,28 @@ class Admission:
         """All serving engines hold this version now; None: they hold nothing that may be used."""
         self._held = held
 
-    def take_trainer(self, *, incarnation: str, policy_version: int, num_dropped: int) -> bool:
-        """What the trainer says: newest published version, and samples that it dropped since its origin; each drop is
-        refunded once. True if a place became free."""
+    def take_trainer(self, *, incarnation: str, origin_version: int, policy_version: int, num_dropped: int) -> None:
+        """What the trainer says: where it counts from, its newest published version, and samples that it dropped since its
+        origin; each drop is refunded once."""
         if incarnation != self._incarnation:
-            return False
+            return
         self._published = policy_version
-        freed = num_dropped - self._dropped_by_trainer
-        if freed <= 0:
-            return False
-        self._dropped_by_trainer = num_dropped
-        self._ledger.refund(freed)
-        return True
+        if origin_version != self._origin_version:
+            self._origin_version = origin_version
+            self._ledger.rebase(origin_version=origin_version, accounted=self.outstanding)
+        if num_dropped > self._dropped_by_trainer:
+            self._ledger.refund(num_dropped - self._dropped_by_trainer)
+            self._dropped_by_trainer = num_dropped
 
-    def rebase(self, resumption: Resumption, *, num_dropped: int) -> None:
-        """Count from the trainer's origin: what it accounts for, plus what is in flight here and will still arrive.
-
-        `num_dropped`: samples that it had received and dropped by then.
-        """
+    def rebase(self, resumption: Resumption) -> None:
+        """Count from the origin of the trainer that took this producer: what it accounts for, plus what is in flight here and
+        will still arrive."""
         self._incarnation = resumption.incarnation
-        self._published = resumption.origin_version
-        self._dropped_by_trainer = num_dropped
-        self._ledger.rebase(origin_version=resumption.origin_version, accounted=resumption.accounted)
-        self._ledger.admit(self._in_flight)
-        self._offered = resumption.accounted + num_dropped
+        self._origin_version = resumption.origin_version
+        self._published = None
+        self._dropped_by_trainer = resumption.dropped
+        self._ledger.rebase(origin_version=resumption.origin_version, accounted=resumption.accounted, in_flight=self._in_flight)
+        self._offered = resumption.accounted + resumption.dropped
         self._failed.clear()
         self._retried = 0
 

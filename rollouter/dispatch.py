@@ -20,10 +20,11 @@ from rollouter.errors import DataExhausted
 from rollouter.failures import FINAL, FailureReason, FailureStreak, reason_of
 from rollouter.live import LiveView
 from rollouter.prompts import Issue, PromptSource
+from rollouter.reports import Reports
 from rollouter.rollouts import Episode, Plan, Runner, sample_of
-from sample_bus.errors import Ended, PeerLost
-from sample_bus.messages import Accepted, RolloutCounts, RolloutDropped
-from sample_bus.protocols import Control, Producer
+from sample_bus.errors import BusError, Ended, PeerLost
+from sample_bus.messages import RolloutCounts, RolloutDropped
+from sample_bus.protocols import Producer
 from sample_bus.sample import Sample
 
 log = structlog.get_logger()
@@ -37,7 +38,8 @@ class _InFlight:
     task: asyncio.Task[None] | None = None
     offering: bool = False
     """Its sample is on its way to the bus: too late to give it up."""
-    is_hopeless: bool = False
+    hopeless: FailureReason | None = None
+    """Why it was given up while it ran."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -59,7 +61,7 @@ class Dispatcher:
         source: PromptSource,
         runner: Runner,
         producer: Producer,
-        control: Control,
+        reports: Reports,
         live: LiveView,
         stop_token_ids: tuple[int, ...],
         situation: Situation,
@@ -68,13 +70,13 @@ class Dispatcher:
         rebase: Callable[[], None] = lambda: None,
         now: Callable[[], float] = time.time,
     ) -> None:
-        """`process` names this process in group ids, so that those of an earlier one stay apart. `rebase` is called before each
-        decision and each settlement: it notices a new trainer before anything is counted for the old one."""
+        """`process` names this process in group ids, so that those of an earlier one stay apart. `rebase` is called before
+        each decision and each settlement: it notices a new trainer before anything is counted for the old one."""
         self._admission = admission
         self._source = source
         self._runner = runner
         self._producer = producer
-        self._control = control
+        self._reports = reports
         self._live = live
         self._stop_token_ids = stop_token_ids
         self._situation = situation
@@ -84,6 +86,8 @@ class Dispatcher:
         self._now = now
         self._wake = asyncio.Event()
         self._in_flight: set[_InFlight] = set()
+        self._arrived_seats: dict[str, list[int]] = {}
+        self._broken_groups: dict[str, int] = {}
         self._streak = FailureStreak(limit=live.settings.rollouter.max_consecutive_failures)
         self._fatal: BaseException | None = None
         self.holding: Hold | None = Hold.NO_TRAINER
@@ -103,6 +107,9 @@ class Dispatcher:
                 self._wake.clear()
                 if self._fatal is not None:
                     raise self._fatal
+                for group_id, seat in self._broken_groups.items():
+                    rollouts.create_task(self._close_group(group_id, seat))
+                self._broken_groups.clear()
                 self._admit_all(rollouts)
                 if self._situation.draining and not self._in_flight:
                     log.info("drained", **self.counts().model_dump(exclude={"failed"}))
@@ -114,18 +121,36 @@ class Dispatcher:
         bound = self._live.settings.max_staleness
         if bound is None:
             return 0
-        hopeless = [
-            rollout
+        return self._cancel(
+            [
+                rollout
+                for rollout in self._in_flight
+                if rollout.since.incarnation == incarnation and published - rollout.since.policy_version > bound
+            ],
+            FailureReason.STALE,
+        )
+
+    def forget_arrived(self) -> int:
+        """Another trainer took over, and what the old one held is gone: groups of which some seats had arrived can never be
+        whole. Their other seats are given up and the new trainer is told; how many groups."""
+        broken = {
+            rollout.plan.group_id: self._arrived_seats[rollout.plan.group_id][0]
             for rollout in self._in_flight
-            if rollout.since.incarnation == incarnation
-            and published - rollout.since.policy_version > bound
-            and not (rollout.offering or rollout.is_hopeless or rollout.task is None)
-        ]
-        for rollout in hopeless:
-            rollout.is_hopeless = True
+            if rollout.plan.group_id in self._arrived_seats
+        }
+        self._arrived_seats.clear()
+        self._broken_groups |= broken
+        self._cancel([rollout for rollout in self._in_flight if rollout.plan.group_id in broken], FailureReason.SIBLINGS_LOST)
+        self.wake()
+        return len(broken)
+
+    def _cancel(self, rollouts: list[_InFlight], reason: FailureReason) -> int:
+        chosen = [rollout for rollout in rollouts if not rollout.offering and rollout.hopeless is None]
+        for rollout in chosen:
+            rollout.hopeless = reason
             if rollout.task is not None:
                 rollout.task.cancel()
-        return len(hopeless)
+        return len(chosen)
 
     def conditions(self) -> Conditions:
         """What a decision reads, now."""
@@ -195,9 +220,9 @@ class Dispatcher:
                 await self._attempts(rollout)
             except asyncio.CancelledError:
                 task = asyncio.current_task()
-                if not rollout.is_hopeless or task is None or task.uncancel() > 0:
+                if rollout.hopeless is None or task is None or task.uncancel() > 0:
                     raise
-                await self._give_up(rollout, FailureReason.STALE, "its version fell behind max_staleness")
+                await self._give_up(rollout, rollout.hopeless, "given up while it ran")
         except Ended:
             self._in_flight.discard(rollout)  # the run is over; nobody counts any more
         except Exception as error:  # noqa: BLE001 - kept whole and raised by run(), so that siblings end in order
@@ -243,13 +268,13 @@ class Dispatcher:
 
     async def _last_chance(self, rollout: _InFlight) -> None:
         """A cancellation that is under way must strike before the sample is on its way, or the rollout would end twice."""
-        if rollout.is_hopeless:
+        if rollout.hopeless is not None:
             await asyncio.sleep(0)
             raise asyncio.CancelledError
 
     def _arrived(self, rollout: _InFlight, sample: Sample, episode: Episode) -> None:
         self._rebase()
-        self._in_flight.discard(rollout)
+        self._leave(rollout, arrived=True)
         self._admission.offered()
         self._streak.succeeded()
         log.debug(
@@ -264,10 +289,26 @@ class Dispatcher:
         """The trainer learns that the seat stays empty; then its place in the budget is free."""
         plan = rollout.plan
         rollout.offering = True
-        await self._control.request(
-            "rollout.failed", RolloutDropped(group_id=plan.group_id, seat=plan.seat, reason=reason.value), Accepted
-        )
+        dropped = RolloutDropped(group_id=plan.group_id, seat=plan.seat, reason=reason.value)
+        while not await self._reports.send("rollout.failed", dropped):
+            pass  # another trainer took over: it must hear of it too
         self._rebase()
-        self._in_flight.discard(rollout)
+        self._leave(rollout, arrived=False)
         self._admission.failed(reason)
         self._streak.failed(plan.rollout_id, reason, message)
+
+    async def _close_group(self, group_id: str, lost_seat: int) -> None:
+        try:
+            reason = FailureReason.SIBLINGS_LOST.value
+            await self._reports.send("rollout.failed", RolloutDropped(group_id=group_id, seat=lost_seat, reason=reason))
+        except BusError as error:
+            self._fatal = self._fatal or error
+            self.wake()
+
+    def _leave(self, rollout: _InFlight, *, arrived: bool) -> None:
+        self._in_flight.discard(rollout)
+        group_id = rollout.plan.group_id
+        if arrived:
+            self._arrived_seats.setdefault(group_id, []).append(rollout.plan.seat)
+        if not any(other.plan.group_id == group_id for other in self._in_flight):
+            self._arrived_seats.pop(group_id, None)

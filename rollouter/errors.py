@@ -1,11 +1,12 @@
 """Errors of the rollouter.
 
-    RolloutError
-    ├── DataError          rows that cannot become tasks; also a ConfigError
-    ├── TooManyFailures    so many rollouts failed in a row that going on makes no sense
-    ├── RoundFailed        a policy version that the engines could not take
-    ├── EvaluationFailed   an evaluation without a single scored sample
-    └── DataExhausted      the passes over the data that were allowed are over before the steps
+RolloutError
+├── DataError          rows that cannot become tasks; also a ConfigError
+├── TooManyFailures    so many rollouts failed in a row that going on makes no sense
+├── RoundFailed        a policy version that the engines could not take
+├── EvaluationFailed   an evaluation without a single scored sample
+├── DataExhausted      the passes over the data that were allowed are over before the steps
+└── TrainerFailed      the trainer ended the run with an error
 """
 
 from __future__ import annotations
@@ -35,3 +36,7 @@ class EvaluationFailed(RolloutError):
 
 class DataExhausted(RolloutError):
     """Raised when data.num_epochs passes are over and the run still needs samples."""
+
+
+class TrainerFailed(RolloutError):
+    """Raised when topic `end` says that the trainer failed; carries its words."""

@@ -1,7 +1,7 @@
 """Evaluation: the held-out accuracy of a policy version.
 
-Invariant: an accuracy is the mean over rollouts that were scored; a failed one is left out and counted, and without a single scored
-one there is no result. While an evaluation's rollouts have not all reached the engines, no training rollout is admitted.
+Invariant: an accuracy is the mean over rollouts that were scored; a failed one is left out and counted, and without a single
+scored one there is no result. Until an evaluation's rollouts have all gone to the engines, no training rollout is admitted.
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ from rollouter.admission import HeldVersion
 from rollouter.errors import EvaluationFailed
 from rollouter.failures import FINAL, reason_of
 from rollouter.live import LiveView
+from rollouter.reports import Reports
 from rollouter.rollouts import Episode, Plan, Runner
-from sample_bus.messages import Accepted, EvaluationRequest, EvaluationResult, TrainerStatus
+from sample_bus.messages import EvaluationRequest, EvaluationResult, TrainerStatus
 from sample_bus.protocols import Control
 from sample_bus.sample import NO_VERSION
 
@@ -60,6 +61,7 @@ class Evaluator:
         tasks: Sequence[Task],
         runner: Runner,
         control: Control,
+        reports: Reports,
         live: LiveView,
         stop_token_ids: tuple[int, ...],
         held: Callable[[], HeldVersion | None],
@@ -69,6 +71,7 @@ class Evaluator:
         self._tasks = tuple(tasks)[: live.settings.evaluation.max_tasks]
         self._runner = runner
         self._control = control
+        self._reports = reports
         self._live = live
         self._stop_token_ids = stop_token_ids
         self._held = held
@@ -105,7 +108,7 @@ class Evaluator:
                 self.is_running = False
                 self._handed_over = self._key(request)
                 self._on_change()
-            await self._control.request("evaluation.result", result, Accepted)
+            await self._reports.send("evaluation.result", result)
 
     def _key(self, request: EvaluationRequest) -> tuple[str, int]:
         """A request's identity: numbers start again with each trainer process."""

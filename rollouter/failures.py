@@ -25,12 +25,15 @@ class FailureReason(StrEnum):
     SAMPLE_TOO_LARGE = "sample too large"
     STALE = "stale"
     """Could no longer arrive within max_staleness; not a fault."""
+    SIBLINGS_LOST = "siblings lost"
+    """Others of its group went down with a trainer, so the group can never be whole; not a fault."""
 
 
-FINAL = frozenset(
-    {FailureReason.REQUEST_REFUSED, FailureReason.NO_ROOM, FailureReason.SAMPLE_TOO_LARGE, FailureReason.STALE}
-)
+FINAL = frozenset({FailureReason.REQUEST_REFUSED, FailureReason.NO_ROOM, FailureReason.SAMPLE_TOO_LARGE})
 """Another attempt could not end otherwise."""
+
+NO_FAULT = frozenset({FailureReason.STALE, FailureReason.SIBLINGS_LOST})
+"""Given up for what happened elsewhere."""
 
 _REASONS: tuple[tuple[type[BaseException], FailureReason], ...] = (
     (TimeoutError, FailureReason.TIMEOUT),
@@ -68,7 +71,7 @@ class FailureStreak:
 
     def failed(self, rollout_id: str, reason: FailureReason, message: str) -> None:
         """Count a rollout that was given up. Raises TooManyFailures at the limit, with the first one's words."""
-        if reason is FailureReason.STALE:
+        if reason in NO_FAULT:
             return
         if self.length == 0:
             self.first = f"rollout {rollout_id}: {reason}: {message}"

@@ -13,7 +13,8 @@ import structlog
 from rollouter.admission import HeldVersion
 from rollouter.engines import EngineFleet
 from rollouter.errors import RoundFailed
-from sample_bus.messages import Accepted, RoundResult, WeightRound
+from rollouter.reports import Reports
+from sample_bus.messages import RoundResult, WeightRound
 from sample_bus.protocols import Control
 
 log = structlog.get_logger()
@@ -37,6 +38,7 @@ class Follower:
         *,
         engines: EngineFleet,
         control: Control,
+        reports: Reports,
         on_announced: Callable[[WeightRound], None] = lambda round: None,
         on_held: Callable[[HeldVersion | None], None] = lambda held: None,
         on_change: Callable[[], None] = lambda: None,
@@ -44,6 +46,7 @@ class Follower:
         """`on_announced` runs before the engines are touched: what is hopeless under the new version is cancelled there."""
         self._engines = engines
         self._control = control
+        self._reports = reports
         self._on_announced = on_announced
         self._on_held = on_held
         self._on_change = on_change
@@ -78,7 +81,7 @@ class Follower:
             if committed:
                 self._hold(_version_of(announced))
             for result in results:
-                await self._control.request("round.result", result, Accepted)
+                await self._reports.send("round.result", result)
             if committed:
                 return
             newest = self._control.get("round", WeightRound)

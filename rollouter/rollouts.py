@@ -1,7 +1,7 @@
 """One attempt of one rollout: an agent loop on a task, its reward, and the sample made of both.
 
-Invariant: an attempt yields an episode with a complete trajectory and a real reward, or raises; what it sampled is a pure function
-of weights, task and (run seed, rollout, attempt) as far as the engine's arithmetic is.
+Invariant: an attempt yields an episode with a complete trajectory and a real reward, or raises. What it samples depends only on
+weights, task and (run seed, rollout, attempt), as far as the engine's arithmetic does.
 """
 
 from __future__ import annotations
@@ -54,7 +54,15 @@ class Runner:
     """Plays attempts."""
 
     def __init__(
-        self, *, loop: AgentLoop, engine: Engine, codec: TextCodec, scorer: Scorer, max_model_len: int, timeout_s: float, seed: int
+        self,
+        *,
+        loop: AgentLoop,
+        engine: Engine,
+        codec: TextCodec,
+        scorer: Scorer,
+        max_model_len: int,
+        timeout_s: float,
+        seed: int,
     ) -> None:
         """`timeout_s` bounds one attempt, reward included."""
         self._loop = loop

@@ -90,6 +90,8 @@ class FakeEngine:
     fails_syncs: int = 0
     """So many next syncs fail."""
     before_sync: Callable[[WeightRound], Any] | None = None
+    on_stage: Callable[[WeightRound, str, str], Any] | None = None
+    """(round, engine, nonce): the weights of this round have arrived here; the trainer's side hears of it this way."""
     name: str = "engine-0"
     version: int | None = None
     calls: list[Call] = field(default_factory=list)
@@ -107,9 +109,7 @@ class FakeEngine:
     async def supervise(self) -> None:
         await asyncio.Event().wait()
 
-    async def generate(
-        self, prompt_ids: npt.NDArray[np.int32], sampling: SamplingParams, *, request_id: str
-    ) -> Generation:
+    async def generate(self, prompt_ids: npt.NDArray[np.int32], sampling: SamplingParams, *, request_id: str) -> Generation:
         await self._serving.wait()
         assert self.version is not None, "a request was served before any weights were loaded"
         call = Call(request_id=request_id, sampling=sampling, prompt_ids=prompt_ids, version=self.version)
@@ -130,9 +130,7 @@ class FakeEngine:
         self._generated += len(tokens)
         return generation
 
-    async def sync(
-        self, round: WeightRound, wait_staged: Callable[[WeightRound, str, str], Any]
-    ) -> list[RoundResult]:
+    async def sync(self, round: WeightRound, wait_staged: Callable[[WeightRound, str, str], Any]) -> list[RoundResult]:
         self._nonce += 1
         if self.before_sync is not None:
             waited = self.before_sync(round)
@@ -142,7 +140,9 @@ class FakeEngine:
             self.fails_syncs -= 1
             return [self._result(round, committed=False, message="the engine was told to fail")]
         try:
-            await wait_staged(round, self.name, f"{self.name}-{self._nonce}")
+            if self.on_stage is not None:
+                await self.on_stage(round, self.name, self.nonce)
+            await wait_staged(round, self.name, self.nonce)
         except Exception as error:  # noqa: BLE001 - like the pool: an engine's failure is a result
             return [self._result(round, committed=False, message=str(error))]
         self._serving.clear()

@@ -19,7 +19,11 @@ from tests.fakes.fake_engine import FakeTokenizer
 def _tasks(count: int) -> list[Task]:
     return [
         Task(
-            task_id=f"t{n}", prompt_ids=np.array([n + 1], np.int32), prompt_text=f"p{n}", ground_truth=str(n), data_source="test"
+            task_id=f"t{n}",
+            prompt_ids=np.array([n + 1], np.int32),
+            prompt_text=f"p{n}",
+            ground_truth=str(n),
+            data_source="test",
         )
         for n in range(count)
     ]

@@ -1,0 +1,336 @@
+"""The rollouter daemon: one task group around link, engines, dispatch, following and evaluation.
+
+It connects first, waits for the trainer's model, starts the engines, follows the first version, and only then generates. Ends
+with topic `end`, when drained, or with the error that stops it; the trainer hears of the latter.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import signal
+from collections.abc import Callable, Coroutine
+from typing import Any, Protocol
+
+import structlog
+
+from agent_loop.errors import LoopError
+from agent_loop.loop import AgentLoop, load_agent_loop
+from agent_loop.rewards import Reward
+from configs.errors import ConfigError
+from configs.paths import bus_address, socket_dir
+from configs.schema import Settings
+from rollouter.codec import Codec, load_codec
+from rollouter.engine_pool import EnginePool
+from rollouter.engines import EngineFleet
+from rollouter.errors import TrainerFailed
+from rollouter.pipeline import Pipeline
+from rollouter.prompts import prepare
+from rollouter.scoring import reward_of
+from rollouter.tasks import Row, load_rows
+from sample_bus.errors import BusError, Ended, PeerLost
+from sample_bus.messages import (
+    Accepted,
+    EndOfRun,
+    EndReason,
+    Failed,
+    LiveSettingsState,
+    RollouterState,
+    RoundResult,
+    TrainerStatus,
+)
+from sample_bus.open import open_link
+from sample_bus.protocols import Link
+
+log = structlog.get_logger()
+
+_WAIT_LINE_EVERY_S = 10.0
+_CLOSE_TIMEOUT_S = 30.0
+
+
+class OpenFleet(Protocol):
+    """Makes the engines of a run; nothing starts yet."""
+
+    def __call__(
+        self, settings: Settings, *, on_change: Callable[[], None], on_round_result: Callable[[RoundResult], None]
+    ) -> EngineFleet: ...
+
+
+def open_pool(
+    settings: Settings, *, on_change: Callable[[], None], on_round_result: Callable[[RoundResult], None]
+) -> EngineFleet:
+    """The real engines: vLLM servers."""
+    return EnginePool(
+        settings.engine,
+        settings.weight_sync,
+        socket_dir=socket_dir(settings),
+        log_dir=settings.run_dir / "logs",
+        partial_rollout=settings.partial_rollout,
+        on_change=on_change,
+        on_round_result=on_round_result,
+    )
+
+
+LoadCodec = Callable[[str], Codec]
+
+
+async def run(settings: Settings, *, open_fleet: OpenFleet = open_pool, codec_of: LoadCodec | None = None) -> None:
+    """Serve the run until it ends or this process is drained. Raises ConfigError, and what made it fail.
+
+    The first SIGTERM or SIGINT drains, the second stops at once.
+    """
+    user = UserCode.load(settings)
+    drain, stop = asyncio.Event(), asyncio.Event()
+    _listen_to_signals(drain, stop)
+    daemon = RollouterDaemon(settings, user, open_fleet=open_fleet, codec_of=codec_of or _codec_loader(settings), drain=drain)
+    work = asyncio.create_task(daemon.run())
+    stopping = asyncio.create_task(stop.wait())
+    try:
+        await asyncio.wait((work, stopping), return_when=asyncio.FIRST_COMPLETED)
+        if not work.done():
+            log.warning("stopping at once")
+    finally:
+        stopping.cancel()
+        work.cancel()
+        await asyncio.wait((work,))
+    if not work.cancelled():
+        work.result()
+
+
+class UserCode:
+    """What the settings name by path; imported before anything else starts."""
+
+    def __init__(self, *, rows: list[Row], loop: AgentLoop, reward: Reward) -> None:
+        self.rows = rows
+        self.loop = loop
+        self.reward = reward
+
+    @classmethod
+    def load(cls, settings: Settings) -> UserCode:
+        """Raises ConfigError."""
+        try:
+            loop = load_agent_loop(settings.rollouter.agent_loop)
+        except LoopError as error:
+            raise ConfigError(str(error)) from error
+        return cls(rows=load_rows(settings.data.source), loop=loop, reward=reward_of(settings.data.reward))
+
+
+class RollouterDaemon:
+    """Wires the parts; owns link and engines."""
+
+    def __init__(
+        self, settings: Settings, user: UserCode, *, open_fleet: OpenFleet, codec_of: LoadCodec, drain: asyncio.Event
+    ) -> None:
+        self._settings = settings
+        self._user = user
+        self._codec_of = codec_of
+        self._drain = drain
+        self._pipeline: Pipeline | None = None
+        self._catch_ups: set[asyncio.Task[None]] = set()
+        self._link: Link | None = None
+        self._fleet = open_fleet(settings, on_change=self._touch, on_round_result=self._report_later)
+
+    async def run(self) -> None:
+        """Everything from the first greeting to the last engine's end."""
+        address = bus_address(self._settings)
+        try:
+            async with open_link(self._settings.bus, address=address, name="rollouter", role="rollouter") as link:
+                self._link = link
+                log.info("rollouter started", address=address, run_dir=str(self._settings.run_dir))
+                await self._serve(link)
+        finally:
+            await asyncio.shield(self._close_fleet())
+
+    async def _serve(self, link: Link) -> None:
+        pipeline = self._pipeline = Pipeline(
+            self._settings, link, self._fleet, loop=self._user.loop, reward=self._user.reward, process=secrets.token_hex(3)
+        )
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                work = tasks.create_task(self._work(link, pipeline))
+                side = [
+                    tasks.create_task(part)
+                    for part in (
+                        pipeline.board.run(),
+                        self._watch_settings(link, pipeline),
+                        self._watch_trainer(link, pipeline),
+                        self._watch_resumptions(link, pipeline),
+                        self._watch_loss(link),
+                        self._say_what_is_awaited(pipeline),
+                    )
+                ]
+                side += [tasks.create_task(part) for part in (self._watch_end(link, work), self._watch_drain(pipeline, work))]
+                await asyncio.wait((work,))
+                for part in side:
+                    part.cancel()
+        except ExceptionGroup as failures:
+            first = first_of(failures)
+            await self._tell_failure(link, first)
+            raise first from first.__cause__
+        finally:
+            await asyncio.shield(self._say_goodbye(link, pipeline))
+
+    async def _work(self, link: Link, pipeline: Pipeline) -> None:
+        bus = self._settings.bus
+        pipeline.enter(RollouterState.STARTING, "waiting for the trainer")
+        await link.wait_connected(bus.connect_timeout_s)
+        model_dir, dtype = await self._wait_for_model(link, pipeline)
+        pipeline.enter(RollouterState.STARTING, "loading the tokenizer and the tasks")
+        codec = await asyncio.to_thread(self._codec_of, model_dir)
+        settings = self._settings
+        prompts = await asyncio.to_thread(
+            prepare,
+            self._user.rows,
+            settings.data,
+            codec,
+            seed=settings.seed,
+            max_prompt_tokens=min(
+                settings.data.max_prompt_tokens, settings.engine.max_model_len - settings.sampling.max_tokens
+            ),
+        )
+        pipeline.build(prompts, codec)
+        pipeline.enter(RollouterState.STARTING_ENGINES, f"{len(settings.engine.urls) or settings.engine.num_engines} engines")
+        await self._fleet.start(model_dir, dtype)
+        pipeline.enter(None, "")
+        await pipeline.run()
+
+    async def _wait_for_model(self, link: Link, pipeline: Pipeline) -> tuple[str, str]:
+        pipeline.enter(RollouterState.STARTING, "waiting for the trainer to prepare the model")
+        timeout_s = self._settings.bus.connect_timeout_s
+        try:
+            async with asyncio.timeout(timeout_s):
+                async for status in link.watch("trainer", TrainerStatus):
+                    if status.model_dir is not None and status.model_dtype is not None:
+                        return status.model_dir, status.model_dtype
+        except TimeoutError:
+            raise PeerLost(f"the trainer had prepared no model within {timeout_s:g} s (bus.connect_timeout_s)") from None
+        raise PeerLost("the bus closed before the trainer had prepared the model")
+
+    # ── what is watched ──────────────────────────────────────────────────────────────────────────────────────────────
+
+    async def _watch_settings(self, link: Link, pipeline: Pipeline) -> None:
+        async for state in link.watch("settings", LiveSettingsState):
+            pipeline.take_settings(state)
+
+    async def _watch_trainer(self, link: Link, pipeline: Pipeline) -> None:
+        async for status in link.watch("trainer", TrainerStatus):
+            pipeline.take_trainer(status)
+
+    async def _watch_resumptions(self, link: Link, pipeline: Pipeline) -> None:
+        async for _ in link.resumptions():
+            pipeline.rebase()
+            pipeline.wake()
+
+    async def _watch_drain(self, pipeline: Pipeline, work: asyncio.Task[None]) -> None:
+        await self._drain.wait()
+        pipeline.drain()
+        if not pipeline.is_running:
+            work.cancel()
+
+    async def _watch_loss(self, link: Link) -> None:
+        bus = self._settings.bus
+        async for _ in link.resumptions():
+            break
+        while True:
+            lost = await link.wait_lost()
+            if bus.on_lost == "fail":
+                raise PeerLost(str(lost))
+            log.warning("trainer lost, waiting for it", silent_s=round(lost.silent_s, 1), deadline_s=bus.connect_timeout_s)
+            await link.wait_connected(bus.connect_timeout_s)
+            log.info("trainer is back")
+
+    async def _watch_end(self, link: Link, work: asyncio.Task[None]) -> None:
+        """Stop the work when the run is over. Raises TrainerFailed when it is over by a failure."""
+        async for end in link.watch("end", EndOfRun):
+            log.info("run ended", reason=end.reason.value, message=end.message)
+            if end.reason is EndReason.FAILED:
+                raise TrainerFailed(f"the trainer failed: {end.message}")
+            work.cancel()
+            return
+
+    async def _say_what_is_awaited(self, pipeline: Pipeline) -> None:
+        """No silent wait: while nothing is generated, a line every few seconds names what is awaited."""
+        waited_s = 0.0
+        before = ""
+        while True:
+            await asyncio.sleep(_WAIT_LINE_EVERY_S)
+            status = pipeline.status()
+            now = f"{status.state}: {status.detail}"
+            waited_s = waited_s + _WAIT_LINE_EVERY_S if now == before else 0.0
+            before = now
+            if status.state not in (RollouterState.GENERATING, RollouterState.ENDED):
+                trainer = None if self._link is None else self._link.get("trainer", TrainerStatus)
+                says = "not connected" if trainer is None else f"{trainer.state}: {trainer.detail}"
+                log.info("waiting", state=status.state.value, awaits=status.detail, trainer=says, waited_s=waited_s)
+
+    # ── the end ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    async def _tell_failure(self, link: Link, error: Exception) -> None:
+        if isinstance(error, (PeerLost, Ended, TrainerFailed)):
+            return
+        try:
+            await link.request("run.failed", Failed(message=f"{type(error).__name__}: {error}"), Accepted)
+        except BusError as unheard:
+            log.warning("the trainer did not hear of the failure", why=str(unheard))
+
+    async def _say_goodbye(self, link: Link, pipeline: Pipeline) -> None:
+        pipeline.enter(RollouterState.ENDED, "")
+        try:
+            await pipeline.board.publish()
+        except BusError as error:
+            log.debug("last state not published", why=str(error))
+
+    async def _close_fleet(self) -> None:
+        try:
+            async with asyncio.timeout(_CLOSE_TIMEOUT_S):
+                await self._fleet.close()
+        except TimeoutError:
+            log.error("engines did not stop", deadline_s=_CLOSE_TIMEOUT_S)
+
+    # ── from the engines ─────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _touch(self) -> None:
+        if self._pipeline is not None:
+            self._pipeline.board.change()
+
+    def _report_later(self, result: RoundResult) -> None:
+        """An engine that was restarted has caught up, or failed to."""
+        self._spawn(self._report(result))
+
+    async def _report(self, result: RoundResult) -> None:
+        try:
+            if self._link is not None:
+                await self._link.request("round.result", result, Accepted)
+        except BusError as error:
+            log.warning("catch-up not reported", engine=result.engine, why=str(error))
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._catch_ups.add(task)
+        task.add_done_callback(self._catch_ups.discard)
+
+
+def first_of(failures: BaseExceptionGroup[Exception]) -> Exception:
+    """The first error in a tree of groups."""
+    first: BaseException = failures
+    while isinstance(first, BaseExceptionGroup):
+        first = first.exceptions[0]
+    assert isinstance(first, Exception)
+    return first
+
+
+def _codec_loader(settings: Settings) -> LoadCodec:
+    return lambda model_dir: load_codec(model_dir, trust_remote_code=settings.model.trust_remote_code)
+
+
+def _listen_to_signals(drain: asyncio.Event, stop: asyncio.Event) -> None:
+    def on_signal() -> None:
+        if drain.is_set():
+            stop.set()
+        else:
+            log.info("draining: rollouts in flight are finished, then this process ends; a second signal stops at once")
+            drain.set()
+
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, on_signal)

@@ -1,0 +1,265 @@
+"""Whatever the order of events, no more is admitted than the budget of the version that the engines hold."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from configs.errors import ConfigError
+from rollouter.admission import Admission, Conditions, HeldVersion, Hold
+from rollouter.failures import FailureReason
+from sample_bus.protocols import Resumption
+
+
+def _conditions(**changes: object) -> Conditions:
+    values: dict[str, object] = {
+        "group_size": 4,
+        "staleness_threshold": 0.0,
+        "max_concurrent_rollouts": 1000,
+        "max_staleness": None,
+        "num_samples_needed": None,
+        "evaluating": False,
+        "draining": False,
+    }
+    return Conditions(**{**values, **changes})  # type: ignore[arg-type]
+
+
+def _admission(*, samples_per_period: int = 8, version: int | None = 0, origin: int = 0, accounted: int = 0) -> Admission:
+    admission = Admission(samples_per_period=samples_per_period)
+    admission.rebase(Resumption(origin_version=origin, accounted=accounted, incarnation="a", dropped=0))
+    if version is not None:
+        _reach(admission, version, origin=origin)
+    return admission
+
+
+def _reach(admission: Admission, version: int, *, origin: int = 0, dropped: int = 0) -> None:
+    admission.take_held(HeldVersion(incarnation="a", policy_version=version))
+    admission.take_trainer(incarnation="a", origin_version=origin, policy_version=version, num_dropped=dropped)
+
+
+def _fill(admission: Admission, conditions: Conditions) -> int:
+    groups = 0
+    while admission.hold(conditions) is None:
+        admission.admit(conditions.group_size)
+        groups += 1
+    return groups
+
+
+def test_nothing_starts_before_weights_and_origin_are_known() -> None:
+    """B18"""
+    admission = Admission(samples_per_period=8)
+    assert admission.hold(_conditions()) is Hold.NO_TRAINER
+    admission.rebase(Resumption(origin_version=0, accounted=0, incarnation="a", dropped=0))
+    assert admission.hold(_conditions()) is Hold.NO_WEIGHTS
+    admission.take_held(HeldVersion(incarnation="a", policy_version=0))
+    assert admission.hold(_conditions()) is Hold.NO_TRAINER
+    admission.take_trainer(incarnation="a", origin_version=0, policy_version=0, num_dropped=0)
+    assert admission.hold(_conditions()) is None
+
+
+def test_threshold_zero_waits_for_each_version() -> None:
+    """B41"""
+    admission = _admission()
+    for version in range(20):
+        _reach(admission, version)
+        assert _fill(admission, _conditions()) == 2
+        assert admission.hold(_conditions()) is Hold.BUDGET
+        for _ in range(8):
+            admission.offered()
+        # The trainer has published the next version, the engines do not hold it yet: still nothing starts.
+        admission.take_trainer(incarnation="a", origin_version=0, policy_version=version + 1, num_dropped=0)
+        assert admission.hold(_conditions()) is Hold.BUDGET
+
+
+def test_threshold_counts_in_periods() -> None:
+    assert _fill(_admission(), _conditions(staleness_threshold=0.5)) == 3
+    assert _fill(_admission(), _conditions(staleness_threshold=1)) == 4
+    assert _fill(_admission(), _conditions(staleness_threshold=0.49)) == 2
+
+
+def test_restored_version_does_not_open_the_budget() -> None:
+    """B29"""
+    admission = _admission(version=1000, origin=1000)
+    assert _fill(admission, _conditions(group_size=1, staleness_threshold=2)) == 24
+
+
+def test_origin_learned_late_holds_from_then_on() -> None:
+    admission = _admission(version=None)
+    admission.take_held(HeldVersion(incarnation="a", policy_version=5))
+    assert admission.hold(_conditions()) is Hold.NO_TRAINER
+    admission.take_trainer(incarnation="a", origin_version=5, policy_version=5, num_dropped=0)
+    assert _fill(admission, _conditions()) == 2
+
+
+def test_failed_seats_are_replaced_once_they_make_a_group() -> None:
+    admission = _admission()
+    _fill(admission, _conditions())
+    for _ in range(3):
+        admission.failed(FailureReason.TIMEOUT)
+        assert admission.hold(_conditions()) is Hold.BUDGET
+    admission.failed(FailureReason.BAD_GENERATION)
+    assert _fill(admission, _conditions()) == 1
+
+
+def test_what_the_trainer_drops_is_refunded_once() -> None:
+    admission = _admission()
+    _fill(admission, _conditions())
+    for _ in range(8):
+        admission.offered()
+    for _ in range(3):
+        _reach(admission, 0, dropped=4)
+    assert _fill(admission, _conditions()) == 1
+    admission.take_trainer(incarnation="another", origin_version=0, policy_version=0, num_dropped=100)
+    assert admission.hold(_conditions()) is Hold.BUDGET
+
+
+def test_versions_of_another_trainer_open_nothing() -> None:
+    admission = _admission(version=7, origin=0)
+    admission.rebase(Resumption(origin_version=3, accounted=0, incarnation="b", dropped=0))
+    assert admission.hold(_conditions()) is Hold.NO_WEIGHTS
+    admission.take_held(HeldVersion(incarnation="b", policy_version=3))
+    admission.take_trainer(incarnation="b", origin_version=3, policy_version=3, num_dropped=0)
+    assert _fill(admission, _conditions()) == 2
+
+
+def test_evaluation_goes_first() -> None:
+    assert _admission().hold(_conditions(evaluating=True)) is Hold.EVALUATING
+
+
+def test_versions_that_could_only_bring_stale_samples_start_nothing() -> None:
+    admission = _admission(version=2)
+    admission.take_trainer(incarnation="a", origin_version=0, policy_version=4, num_dropped=0)
+    assert admission.hold(_conditions(max_staleness=1)) is Hold.TOO_OLD
+    assert admission.hold(_conditions(max_staleness=2)) is None
+
+
+def test_no_more_is_started_than_the_run_needs() -> None:
+    """B45: a drop is replaced even then."""
+    admission = _admission()
+    conditions = _conditions(staleness_threshold=100, num_samples_needed=24)
+    assert _fill(admission, conditions) == 6
+    assert admission.hold(conditions) is Hold.ENOUGH
+    _reach(admission, 0, dropped=4)
+    assert _fill(admission, conditions) == 1
+
+
+def test_group_larger_than_the_limit_is_an_error_at_once() -> None:
+    """B28"""
+    with pytest.raises(ConfigError, match="max_concurrent_rollouts: got 3, below group_size=4"):
+        _admission().hold(_conditions(max_concurrent_rollouts=3))
+
+
+def test_limit_lowered_and_raised_live_holds_from_the_next_admission() -> None:
+    """B28"""
+    admission = _admission(samples_per_period=100)
+    assert _fill(admission, _conditions(max_concurrent_rollouts=16)) == 4
+    assert admission.hold(_conditions(max_concurrent_rollouts=4)) is Hold.CONCURRENCY
+    for _ in range(12):
+        admission.offered()
+        assert admission.hold(_conditions(max_concurrent_rollouts=4)) is Hold.CONCURRENCY
+    assert _fill(admission, _conditions(max_concurrent_rollouts=8)) == 1
+    for _ in range(4):
+        admission.offered()
+    assert _fill(admission, _conditions(max_concurrent_rollouts=16)) == 3
+    assert admission.in_flight == 16
+
+
+def test_counts_start_from_what_the_trainer_accounts_for() -> None:
+    admission = Admission(samples_per_period=8)
+    admission.rebase(Resumption(origin_version=0, accounted=6, incarnation="a", dropped=2))
+    counts = admission.counts()
+    assert (counts.admitted, counts.offered, counts.in_flight) == (8, 8, 0)
+    assert admission.outstanding == 6
+
+
+EVENTS = st.lists(
+    st.one_of(
+        st.tuples(st.just("admit"), st.just(0)),
+        st.tuples(st.just("offer"), st.just(0)),
+        st.tuples(st.just("fail"), st.sampled_from(range(len(FailureReason)))),
+        st.tuples(st.just("publish"), st.just(0)),
+        st.tuples(st.just("commit"), st.just(0)),
+        st.tuples(st.just("train"), st.integers(1, 20)),
+        st.tuples(st.just("drop"), st.integers(1, 9)),
+        st.tuples(st.just("threshold"), st.integers(0, 30)),
+        st.tuples(st.just("concurrency"), st.integers(0, 40)),
+        st.tuples(st.just("restart"), st.integers(0, 5)),
+    ),
+    max_size=120,
+)
+
+
+@given(events=EVENTS, group_size=st.integers(1, 5), groups_per_period=st.integers(1, 4), origin=st.integers(0, 1000))
+def test_budget_is_never_exceeded_under_any_order_of_events(
+    events: list[tuple[str, int]], group_size: int, groups_per_period: int, origin: int
+) -> None:
+    """B29: the model keeps its own account of every rollout; at each admission what is alive stays within the formula."""
+    period = group_size * groups_per_period
+    admission = Admission(samples_per_period=period)
+    incarnation, published, held = 0, origin, origin
+    threshold, concurrency = Fraction(1, 2), 3 * group_size
+    in_flight = queued = trained = dropped = 0
+
+    def tell() -> None:
+        admission.take_trainer(
+            incarnation=str(incarnation), origin_version=origin, policy_version=published, num_dropped=dropped
+        )
+
+    admission.rebase(Resumption(origin_version=origin, accounted=0, incarnation="0", dropped=0))
+    admission.take_held(HeldVersion(incarnation="0", policy_version=held))
+    tell()
+    for event, value in events:
+        conditions = _conditions(
+            group_size=group_size, staleness_threshold=float(threshold), max_concurrent_rollouts=concurrency
+        )
+        match event:
+            case "admit":
+                if admission.hold(conditions) is None:
+                    admission.admit(group_size)
+                    in_flight += group_size
+                    alive = in_flight + queued + trained
+                    assert alive <= (held - origin + 1 + threshold) * period
+                    assert in_flight <= concurrency
+                elif admission.hold(conditions) is Hold.BUDGET:
+                    alive = in_flight + queued + trained
+                    assert alive + group_size > (held - origin + 1 + threshold) * period
+            case "offer" if in_flight:
+                admission.offered()
+                in_flight, queued = in_flight - 1, queued + 1
+            case "fail" if in_flight:
+                admission.failed(list(FailureReason)[value])
+                in_flight -= 1
+            case "publish":
+                published += 1
+                tell()
+            case "commit":
+                held = published
+                admission.take_held(HeldVersion(incarnation=str(incarnation), policy_version=held))
+            case "train":
+                moved = min(value, queued)
+                queued, trained = queued - moved, trained + moved
+            case "drop":
+                moved = min(value, queued)
+                queued, dropped = queued - moved, dropped + moved
+                tell()
+            case "threshold":
+                threshold = Fraction(value, 10)
+            case "concurrency":
+                concurrency = group_size + value
+            case "restart":
+                incarnation, origin = incarnation + 1, max(0, published - value)
+                published = held = origin
+                queued = trained = dropped = 0
+                admission.rebase(Resumption(origin_version=origin, accounted=0, incarnation=str(incarnation), dropped=0))
+                assert admission.hold(conditions) is Hold.NO_WEIGHTS
+                admission.take_held(HeldVersion(incarnation=str(incarnation), policy_version=held))
+                tell()
+            case _:
+                pass
+        counts = admission.counts()
+        assert counts.in_flight == admission.in_flight == in_flight
+        assert counts.admitted == counts.offered + sum(counts.failed.values()) + counts.in_flight
+        assert admission.outstanding == in_flight + queued + trained
