@@ -117,7 +117,7 @@ def decode_header(header: bytes, *, payload_bytes: int, sequence: int, policy_ve
         magic, got_sequence, got_version, num_pieces = _PREFIX.unpack_from(header)
         if (magic, got_sequence, got_version) != (_MAGIC, sequence, policy_version):
             raise ProtocolError(
-                f"got bucket {got_sequence} of version {got_version} ({magic!r}), expected bucket {sequence} of {policy_version}"
+                f"got bucket {got_sequence} of version {got_version} ({magic!r}), expected {sequence} of {policy_version}"
             )
         pieces: list[Piece] = []
         at = _PREFIX.size

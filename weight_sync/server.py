@@ -23,9 +23,10 @@ import torch
 
 from configs.schema import WeightSyncSettings
 from weight_sync.arena import Arena
+from weight_sync.connection import ADDRESS_SCHEME, socket_path
 from weight_sync.errors import AddressTaken, TransferTimeout, VersionUnavailable, WeightSyncError
 from weight_sync.packets import Hello
-from weight_sync.shared_memory import ADDRESS_SCHEME, Ring, SharedMemorySender, socket_path
+from weight_sync.shared_memory import Ring, SharedMemorySender
 from weight_sync.snapshot import Snapshot, take_snapshot
 from weight_sync.stream import send_weights
 
@@ -33,6 +34,8 @@ log = structlog.get_logger()
 
 _MAX_STREAMS = 64
 _CUT_GRACE_S = 5.0
+_ACCEPT_PAUSE_S = 0.2
+"""After an accept that failed, such as for want of file descriptors."""
 _SOCKET_NAME = "weights"
 
 
@@ -114,7 +117,7 @@ class WeightServer:
         self._connections: dict[SharedMemorySender, threading.Thread] = {}
         self._ranks: dict[tuple[str, str, int], _Ranks] = {}
         self._free_rings: list[Ring] = []
-        self._closing = False
+        self._closing = threading.Event()
         self._listener: socket.socket | None = None
         self._acceptor: threading.Thread | None = None
         self._publishing = threading.Lock()
@@ -142,7 +145,7 @@ class WeightServer:
         if listener is None:
             return
         with self._changed:
-            self._closing = True
+            self._closing.set()
             open_now = dict(self._connections)
         listener.shutdown(socket.SHUT_RDWR)  # wakes the accepting thread
         for sender in open_now:
@@ -225,9 +228,11 @@ class WeightServer:
             try:
                 sock, _ = listener.accept()
             except OSError as error:
-                if not self._closing:
-                    log.error("weight server stopped accepting", error=str(error))
-                return
+                if self._closing.is_set():
+                    return
+                log.warning("connection not accepted", error=str(error))
+                self._closing.wait(_ACCEPT_PAUSE_S)
+                continue
             self._begin(sock)
 
     def _begin(self, sock: socket.socket) -> None:
@@ -245,7 +250,7 @@ class WeightServer:
                 refusal = f"user {uid} may not read weights of user {os.getuid()}"
             elif len(self._connections) >= _MAX_STREAMS:
                 refusal = f"{_MAX_STREAMS} transfers are under way"
-            elif not self._closing:
+            elif not self._closing.is_set():
                 thread = threading.Thread(target=self._serve, args=(sender, pid), name=f"weights-{pid}", daemon=True)
                 self._connections[sender] = thread
                 thread.start()
@@ -315,7 +320,7 @@ class WeightServer:
             with self._changed:
                 held.senders.discard(sender)
                 self._changed.notify_all()
-                if ring is not None and not self._closing:
+                if ring is not None and not self._closing.is_set():
                     self._free_rings.append(ring)
                 elif ring is not None:
                     ring.close()

@@ -17,9 +17,10 @@ import structlog
 import torch
 
 from weight_sync.arena import Arena
+from weight_sync.connection import socket_path
 from weight_sync.errors import NotStaged, WeightSyncError
 from weight_sync.manifest import Manifest
-from weight_sync.shared_memory import connect, socket_path
+from weight_sync.shared_memory import connect
 from weight_sync.stream import receive_weights
 
 log = structlog.get_logger()

@@ -1,0 +1,76 @@
+"""Control packets: what is written is read, everything else is refused."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from weight_sync.errors import ProtocolError
+from weight_sync.packets import (
+    MAX_PACKET_BYTES,
+    BucketSent,
+    Done,
+    End,
+    Fail,
+    Free,
+    Hello,
+    Packet,
+    Welcome,
+    decode,
+    encode,
+)
+
+u32 = st.integers(0, 2**32 - 1)
+digests = st.text("0123456789abcdef", min_size=32, max_size=32)
+labels = st.text(st.characters(codec="ascii", exclude_characters="\0"), min_size=1, max_size=64)
+packets: st.SearchStrategy[Packet] = st.one_of(
+    st.builds(Hello, policy_version=st.integers(-1, 2**62), engine=labels, nonce=labels, rank=st.just(0), num_ranks=st.just(1)),
+    st.builds(Welcome, bucket_bytes=u32),
+    st.builds(
+        BucketSent, kind=st.integers(0, 255), sequence=u32, slot=u32, payload_bytes=u32, header_bytes=u32, header_checksum=u32
+    ),
+    st.builds(Free, slot=u32),
+    st.builds(
+        End, policy_version=st.integers(0, 2**62), manifest_digest=digests, num_tensors=u32, total_bytes=u32, num_buckets=u32
+    ),
+    st.builds(Done, manifest_digest=digests),
+    st.builds(Fail, reason=st.text(max_size=100)),
+)
+
+
+@given(packets)
+def test_a_packet_survives_the_wire(packet: Packet) -> None:
+    data = encode(packet)
+    assert len(data) <= MAX_PACKET_BYTES
+    assert decode(data) == packet
+
+
+@given(st.binary(max_size=300), st.integers(0, 8))
+def test_garbage_is_refused_or_is_a_packet(garbage: bytes, keep: int) -> None:
+    for data in (garbage, encode(Free(slot=1))[:keep] + garbage):
+        try:
+            packet = decode(data)
+        except ProtocolError:
+            continue
+        assert isinstance(packet, Packet)
+
+
+def test_another_protocol_version_is_refused_naming_both() -> None:
+    """B156."""
+    data = bytearray(encode(Free(slot=1)))
+    data[2] = 9
+    with pytest.raises(ProtocolError, match="version 9, this side 1"):
+        decode(bytes(data))
+
+
+def test_a_long_reason_is_cut_not_refused() -> None:
+    packet = decode(encode(Fail(reason="because " * 1000)))
+    assert isinstance(packet, Fail)
+    assert packet.reason.startswith("because because")
+
+
+@pytest.mark.parametrize("engine", ["", "e" * 65, "a\0b"])
+def test_an_engine_name_that_does_not_fit_is_refused(engine: str) -> None:
+    with pytest.raises(ProtocolError):
+        encode(Hello(policy_version=1, engine=engine, nonce="n", rank=0, num_ranks=1))
