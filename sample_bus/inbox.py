@@ -1,7 +1,7 @@
 """The trainer's side of the sample streams: what was received, leased and settled, and what each producer may send. No I/O.
 
 Invariant: a sample is handed out exactly once, in the order of arrival; what is received and not settled never exceeds
-`max_samples` and `max_bytes`, over all streams together, as long as producers keep to the credit they are given.
+`max_samples` and `max_bytes`, over all streams together.
 """
 
 from __future__ import annotations
@@ -28,6 +28,8 @@ class Verdict(StrEnum):
     """Held or settled already."""
     GAP = "gap"
     """Samples before it have not come: the connection was remade on the way."""
+    OVERDRAWN = "overdrawn"
+    """Sent without credit."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,8 +72,13 @@ class Inbox:
 
     def take(self, leased: Leased) -> Verdict:
         """A sample arrived on an open stream."""
-        stream = self._streams[leased.id.producer, leased.id.epoch]
+        place = (leased.id.producer, leased.id.epoch)
+        stream = self._streams[place]
         verdict = self._verdict(stream, leased.id.seq)
+        if verdict is Verdict.TAKEN and not self.position(place).credit.allows(
+            leased.id.seq, stream.received_bytes, leased.nbytes
+        ):
+            verdict = Verdict.OVERDRAWN
         if verdict is Verdict.TAKEN:
             stream.receive(leased.nbytes)
             self._received += 1

@@ -41,6 +41,7 @@ class Outbox:
         self._sent: OrderedDict[int, Offer] = OrderedDict()
         self._next_seq = 0
         self._num_bytes = 0
+        self._cursor = 0
 
     @property
     def next_seq(self) -> int:
@@ -80,8 +81,7 @@ class Outbox:
         """A trainer takes the stream up from `received`: what it does not hold is sent (again)."""
         self._credit = credit
         self._confirm(received)
-        for seq, offer in self._sent.items():
-            self._send(seq, offer.frames)
+        self._cursor = self.first_unreceived
         self._pump()
 
     def advance(self, received: int, credit: Credit) -> None:
@@ -104,10 +104,17 @@ class Outbox:
     def _confirm(self, received: int) -> None:
         while self._sent and next(iter(self._sent)) < received:
             seq, offer = self._sent.popitem(last=False)
+            self._cursor = max(self._cursor, seq + 1)
             if not offer.done.done():
                 offer.done.set_result(SampleId(self._producer, self._epoch, seq))
 
     def _pump(self) -> None:
+        while self._cursor < self._next_seq:
+            again = self._sent[self._cursor]
+            if not self._credit.allows(self._cursor, again.bytes_before, again.nbytes):
+                return
+            self._send(self._cursor, again.frames)
+            self._cursor += 1
         while self._waiting:
             offer = self._waiting[0]
             if not self._credit.allows(self._next_seq, self._num_bytes, offer.nbytes):
@@ -116,6 +123,6 @@ class Outbox:
             offer.frames = wire.stamp(offer.parts, self._epoch, self._next_seq)
             offer.parts, offer.bytes_before = (), self._num_bytes
             self._sent[self._next_seq] = offer
-            self._next_seq += 1
+            self._next_seq = self._cursor = self._next_seq + 1
             self._num_bytes += offer.nbytes
             self._send(self._next_seq - 1, offer.frames)

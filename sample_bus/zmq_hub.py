@@ -185,11 +185,12 @@ class ZmqHub:
         verdict = self._inbox.take(Leased(id=event.id, sample=event.sample, nbytes=event.nbytes))
         if verdict is Verdict.TAKEN:
             self._arrived.set()
-        elif verdict is Verdict.GAP:
+        elif verdict is not Verdict.DUPLICATE:
+            log.warning("sample not taken", source=client.name, seq=event.seq, reason=verdict.value)
             self._ask_to_greet(event.peer)
 
     def _reject(self, event: events.Malformed) -> None:
-        """Count and keep what did not decode; if it has a place in a stream, the stream goes on behind it."""
+        """Count and keep what did not decode; if it has a place in a stream, the stream goes on after it."""
         client = self._clients.at(event.peer)
         if client is not None and client.role is Role.ROLLOUTER and event.seq is not None:
             verdict = self._inbox.skip((client.name, client.epoch), event.seq, event.nbytes)

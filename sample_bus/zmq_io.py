@@ -75,7 +75,7 @@ class SocketThread:
         """Takes over `context` and `socket` (ROUTER or DEALER); `deliver` is called in the running event loop."""
         self._context = context
         self._socket = socket
-        self._routed = socket.socket_type == zmq.ROUTER
+        self._routed = socket.type == zmq.ROUTER
         self._deliver = deliver
         self._loop = asyncio.get_running_loop()
         self._interval_s = bus.heartbeat_interval_s
