@@ -43,8 +43,8 @@ class Installer:
         status, output = self._run(self._pip("install", "--no-deps", *_QUICK_FAILURE, UV), self._titled("getting uv"))
         if status == 0:
             self._uv = self._path / "bin" / "uv"
-        elif plan.looks_like_no_network(output):
-            raise SetupError(f"no package index can be reached ({plan.failure_line(output)}); log: {self._log}")
+        elif plan.network_line(output):
+            raise SetupError(f"no package index can be reached ({plan.network_line(output)}); log: {self._log}")
         else:
             say(f"uv is not to be had ({plan.failure_line(output)}); using pip, which is slower")
 
@@ -77,8 +77,8 @@ class Installer:
             status, output = self._with_pytorch_index(lambda extra: self._run(self._uv_install(plain, extra), describe))
             if status == 0:
                 return
-            if plan.looks_like_no_network(output):
-                raise SetupError(f"an index cannot be reached ({plan.failure_line(output)}); log: {self._log}")
+            if plan.network_line(output):
+                raise SetupError(f"an index cannot be reached ({plan.network_line(output)}); log: {self._log}")
             say(f"uv failed ({plan.failure_line(output)}); trying pip, which is slower")
         pip = self._pip("install", "--no-compile", *arguments)
         status, output = self._with_pytorch_index(lambda extra: self._run([*pip, *extra], describe))

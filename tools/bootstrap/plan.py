@@ -117,7 +117,7 @@ def _unquoted(value: str) -> str:
 def current_package(log: str) -> str:
     """The package that an installer's log mentions last as being worked on; empty when it mentions none."""
     mentioned = _ACTIVITY.findall(log)
-    return mentioned[-1] if mentioned else ""
+    return re.sub(r"-\d.*\.whl$", "", mentioned[-1]) if mentioned else ""
 
 
 def failure_line(log: str) -> str:
@@ -127,9 +127,10 @@ def failure_line(log: str) -> str:
     return (marked or lines or ["no output"])[-1][:300]
 
 
-def looks_like_no_network(log: str) -> bool:
-    """Whether a failed command's log speaks of a connection that could not be made."""
-    return _NETWORK_SIGNS.search(log) is not None
+def network_line(log: str) -> str:
+    """The last line of a failed command's log that speaks of a connection that could not be made; empty when none does."""
+    lines = [line.strip() for line in log.splitlines() if _NETWORK_SIGNS.search(line)]
+    return lines[-1][:300] if lines else ""
 
 
 def lacks_torch(log: str) -> bool:
