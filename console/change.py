@@ -19,7 +19,9 @@ from sample_bus.messages import ChangeSettings, SettingsChanged
 _ORIGIN = "set: "
 
 
-def change(address: str, assignments: Sequence[str], *, author: str | None, expected_revision: int | None, timeout_s: float) -> int:
+def change(
+    address: str, assignments: Sequence[str], *, author: str | None, expected_revision: int | None, timeout_s: float
+) -> int:
     """Ask the trainer at `address` for the change and print what came of it.
 
     Raises ConfigError (refused here: unknown or fixed key, invalid value), NobodyAnswers, RequestFailed (refused there).

@@ -14,9 +14,10 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import structlog
 
@@ -30,9 +31,9 @@ _prctl = ctypes.CDLL(None, use_errno=True).prctl
 class StopTimes:
     """How patient `stop` is, in seconds; the sum, with what the verification takes, stays below 10."""
 
-    drain_s: float = 4.0
+    drain_s: float = 3.0
     """Between the first SIGTERM and the second."""
-    insist_s: float = 2.0
+    insist_s: float = 1.5
     """Between the second SIGTERM and SIGKILL."""
     kill_s: float = 1.5
     """For the kernel to end killed processes."""
@@ -111,8 +112,8 @@ def _alive(children: Sequence[Child]) -> list[Child]:
     return [child for child in children if child.exit_code is None]
 
 
-async def _first_of(*waits: object, timeout_s: float) -> None:
-    tasks = [asyncio.ensure_future(wait) for wait in waits]  # type: ignore[arg-type]
+async def _first_of(*waits: Coroutine[Any, Any, object], timeout_s: float) -> None:
+    tasks = [asyncio.create_task(wait) for wait in waits]
     try:
         await asyncio.wait(tasks, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
     finally:

@@ -71,9 +71,12 @@ def _keys(arguments: argparse.Namespace) -> int:
 
 def _with_run(arguments: argparse.Namespace, command: Callable[[str], int], *, name: str) -> int:
     from configs.errors import ConfigError
+    from configs.logs import set_up
+    from configs.schema import LoggingSettings
     from console.errors import ConsoleError
     from sample_bus.errors import BusError
 
+    set_up(LoggingSettings(level="error"), daemon="headrace")
     try:
         return command(_address(arguments))
     except ConfigError as error:
@@ -103,7 +106,8 @@ def _refuse(name: str, error: Exception, exit_code: int) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="headrace", description="Asynchronous reinforcement learning for language models: start a run, look at it, change it."
+        prog="headrace",
+        description="Asynchronous reinforcement learning for language models: start a run, look at it, change it.",
     )
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
 

@@ -17,7 +17,7 @@ from console.picture import Picture
 from sample_bus.errors import BusError
 from sample_bus.messages import EndOfRun, LiveSettingsState, Message, RollouterStatus, TrainerStatus
 from sample_bus.open import open_link
-from sample_bus.protocols import Control
+from sample_bus.protocols import Control, Link
 
 log = structlog.get_logger()
 M = TypeVar("M", bound=Message)
@@ -31,18 +31,16 @@ async def follow(bus: BusSettings, address: str, picture: Picture, changed: Call
         try:
             async with open_link(bus, address=address, name=_name(), role="console") as link:
                 await link.wait_connected(bus.connect_timeout_s)
-                picture.see_connected(True, time.time())
+                picture.see_connected(time.time())
                 changed()
                 await _watch_all(link, picture, changed)
         except* BusError as error:
             log.warning("console lost the trainer", address=address, error=str(error.exceptions[0]))
-        picture.see_connected(False, time.time())
-        changed()
         await asyncio.sleep(_RETRY_S)
 
 
 @contextlib.asynccontextmanager
-async def attached(bus: BusSettings, address: str, *, timeout_s: float) -> AsyncIterator[Control]:
+async def attached(bus: BusSettings, address: str, *, timeout_s: float) -> AsyncIterator[Link]:
     """A link to the trainer at `address` for one command. Raises NobodyAnswers."""
     async with open_link(bus, address=address, name=_name(), role="console") as link:
         try:

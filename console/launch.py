@@ -14,6 +14,7 @@ from configs.errors import ConfigError
 from configs.loader import load
 from configs.logs import set_up
 from configs.schema import LoggingSettings, Settings
+from console.children import StopTimes
 from console.display import Display
 from console.errors import ConsoleError
 from console.run_dirs import claim, remember
@@ -23,7 +24,14 @@ from console.up import Commands, Outcome, run
 log = structlog.get_logger()
 
 
-def up(config: Path | None, overrides: Sequence[str], *, plain: bool = False, commands: Commands | None = None) -> int:
+def up(
+    config: Path | None,
+    overrides: Sequence[str],
+    *,
+    plain: bool = False,
+    commands: Commands | None = None,
+    times: StopTimes | None = None,
+) -> int:
     """Run from settings to summary. Returns the exit code: 0 finished, 1 failed, 2 a setting is wrong, 128 + signal stopped."""
     try:
         settings, arguments = resolve(config, overrides)
@@ -37,7 +45,9 @@ def up(config: Path | None, overrides: Sequence[str], *, plain: bool = False, co
     sys.stdout.flush()
     with (settings.run_dir / "logs" / "console.log").open("a", encoding="utf-8") as stream:
         set_up(LoggingSettings(format="json"), daemon="console", stream=stream)
-        outcome = asyncio.run(run(settings, config=config, overrides=arguments, display=_display(plain=plain), commands=commands))
+        outcome = asyncio.run(
+            run(settings, config=config, overrides=arguments, display=_display(plain=plain), commands=commands, times=times)
+        )
         return report(outcome, settings)
 
 

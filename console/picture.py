@@ -57,7 +57,6 @@ class Picture:
     """Pause of generation in ms by (engine, policy version)."""
     notes: dict[str, str] = field(default_factory=dict)
     """What a daemon does, from its log, while it is not on the bus yet."""
-    is_connected: bool = False
     is_stopping: bool = False
     ended_phases: dict[Phase, float] = field(default_factory=dict)
 
@@ -71,10 +70,9 @@ class Picture:
             started_at=now,
         )
 
-    def see_connected(self, is_connected: bool, now: float) -> None:
-        self.is_connected = is_connected
-        if is_connected:
-            self.ended_phases.setdefault(Phase.SET_UP, now)
+    def see_connected(self, now: float) -> None:
+        """The trainer answers."""
+        self.ended_phases.setdefault(Phase.SET_UP, now)
 
     def see_trainer(self, status: TrainerStatus, now: float) -> None:
         self.trainer = status
@@ -150,10 +148,13 @@ class Picture:
         since = max(now - window_s, history[0].finished_at - history[0].step_time_s)
         recent = [step for step in history if step.finished_at > since]
         seconds = max(now - since, 1e-3)
-        return Rates(sum(step.num_samples for step in recent) / seconds, sum(step.num_trained_tokens for step in recent) / seconds)
+        return Rates(
+            sum(step.num_samples for step in recent) / seconds, sum(step.num_trained_tokens for step in recent) / seconds
+        )
 
     def phase_seconds(self, now: float) -> dict[Phase, float]:
-        """How long each phase took; the one that goes on counts up to `now`; the values sum to the time since the start."""
+        """How long each phase took; the one that goes on counts up to `now`. Sums to the time from the start to `now`, or
+        to the end of the run."""
         return phase_seconds(self.ended_phases, started_at=self.started_at, now=now)
 
 

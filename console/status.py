@@ -50,7 +50,7 @@ class State:
     def ledger(self) -> Ledger | None:
         if self.trainer is None or self.rollouter is None:
             return None
-        return Ledger(rollouts=self.rollouter.counts, counts=self.trainer.counts)
+        return Ledger(rollouts=self.rollouter.counts, samples=self.trainer.counts)
 
 
 def state_as_json(state: State) -> dict[str, Any]:

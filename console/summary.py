@@ -38,7 +38,7 @@ def ledger_line(picture: Picture) -> str | None:
     """The ledger of the whole run; None while a side has not spoken."""
     if picture.trainer is None or picture.rollouter is None:
         return None
-    return Ledger(rollouts=picture.rollouter.counts, counts=picture.trainer.counts).line()
+    return Ledger(rollouts=picture.rollouter.counts, samples=picture.trainer.counts).line()
 
 
 def _learning(picture: Picture) -> list[tuple[str, str]]:

@@ -139,6 +139,8 @@ class _Session:
             await self._stop()
             for task in side:
                 task.cancel()
+        self._fill_gaps()
+        self._display.show(self._picture, time.time())
 
     async def close(self) -> None:
         """Stop and clean, if that is still to be done; give the terminal back."""
@@ -235,12 +237,10 @@ class _Session:
 
     def _fill_gaps(self) -> None:
         """Take from the metrics what went by between two looks at a topic."""
-        trainer = self._picture.trainer
-        if trainer is None:
-            return
+        incarnation = self._picture.trainer.incarnation if self._picture.trainer else None
         path = self._settings.run_dir / "metrics.jsonl"
-        self._picture.add_steps(read_steps(path, incarnation=trainer.incarnation))
-        for key, pause in read_pauses(path, incarnation=trainer.incarnation).items():
+        self._picture.add_steps(read_steps(path, incarnation=incarnation))
+        for key, pause in read_pauses(path, incarnation=incarnation).items():
             self._picture.pauses.setdefault(key, pause)
 
 

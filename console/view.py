@@ -8,7 +8,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from console.picture import Picture
+from console.picture import Phase, Picture
 from console.plot import chart, moving_mean
 from console.words import (
     duration,
@@ -59,10 +59,16 @@ def render(picture: Picture, now: float, *, width: int, height: int, unicode: bo
         _title(picture, now),
         _curve(picture, width=min(width, 120), height=chart_height, unicode=unicode),
         _figures(picture, now, unicode=unicode),
-        Text("Ctrl-C stops everything. `headrace set staleness_threshold=1.0` changes the run.", style="dim")
-        if not picture.is_stopping
-        else Text("stopping both daemons; Ctrl-C again kills them", style="bold yellow"),
+        _footer(picture),
     )
+
+
+def _footer(picture: Picture) -> Text:
+    if Phase.CLOSING in picture.ended_phases:
+        return Text("all processes of the run have ended", style="dim")
+    if picture.is_stopping:
+        return Text("stopping both daemons; Ctrl-C again kills them", style="bold yellow")
+    return Text("Ctrl-C stops everything. `headrace set staleness_threshold=1.0` changes the run.", style="dim")
 
 
 def _title(picture: Picture, now: float) -> Text:

@@ -1,0 +1,47 @@
+"""How a run ended."""
+
+from __future__ import annotations
+
+import signal
+
+from console.verdict import judge
+from sample_bus.messages import EndOfRun, EndReason
+
+FINISHED = EndOfRun(reason=EndReason.FINISHED)
+
+
+def test_both_daemons_ending_well_is_a_finished_run() -> None:
+    verdict = judge({"rollouter": 0, "trainer": 0}, end=FINISHED, stopped_by=None)
+    assert (verdict.exit_code, verdict.headline) == (0, "finished")
+
+
+def test_the_first_daemon_to_die_is_named_first() -> None:
+    verdict = judge({"rollouter": -9, "trainer": 1}, end=None, stopped_by=None)
+    assert (verdict.exit_code, verdict.headline) == (1, "failed: rollouter killed by SIGKILL, trainer exit code 1")
+
+
+def test_a_daemon_that_does_not_follow_the_other_is_a_failure() -> None:
+    verdict = judge({"rollouter": 0, "trainer": None}, end=None, stopped_by=None)
+    assert verdict.exit_code == 1
+    assert verdict.headline == "failed: rollouter ended and trainer did not follow"
+
+
+def test_a_failed_end_is_a_failure_even_with_clean_exits() -> None:
+    verdict = judge({"rollouter": 0, "trainer": 0}, end=EndOfRun(reason=EndReason.FAILED, message="no"), stopped_by=None)
+    assert (verdict.exit_code, verdict.headline) == (1, "failed: no")
+
+
+def test_a_drained_run_did_not_finish() -> None:
+    end = EndOfRun(reason=EndReason.STOPPED, message="drained on request")
+    assert judge({"rollouter": 0, "trainer": 0}, end=end, stopped_by=None).exit_code == 1
+
+
+def test_the_user_who_stops_is_told_so_with_the_shell_convention() -> None:
+    verdict = judge({"trainer": None, "rollouter": None}, end=None, stopped_by=signal.SIGINT)
+    assert (verdict.exit_code, verdict.headline) == (130, "stopped by Ctrl-C")
+    assert judge({}, end=None, stopped_by=signal.SIGTERM).exit_code == 143
+
+
+def test_what_could_not_be_cleaned_away_makes_any_run_a_failure() -> None:
+    verdict = judge({"rollouter": 0, "trainer": 0}, end=FINISHED, stopped_by=None, left=("process 7 (x)",))
+    assert (verdict.exit_code, verdict.headline) == (1, "finished; left behind: process 7 (x)")
