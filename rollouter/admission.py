@@ -26,6 +26,7 @@ class Hold(StrEnum):
     EVALUATING = "an evaluation goes first"
     TOO_OLD = "the engines' version is already older than max_staleness allows"
     ENOUGH = "every sample that the run still needs is under way"
+    BUS_FULL = "the bus could not take what is under way in every order"
     BUDGET = "the staleness budget is used up"
     CONCURRENCY = "max_concurrent_rollouts are in flight"
     NO_DATA = "the data is exhausted"
@@ -49,8 +50,26 @@ class Conditions:
     max_staleness: int | None
     num_samples_needed: int | None
     """Samples that the trainer consumes from its origin to its last step; None: unknown."""
+    num_unsettled: int
+    """Samples on the bus or with the trainer, and rollouts in flight, at most."""
+    num_open_seats: int
+    """Seats of groups of which some rollout is in flight, arrived ones included."""
+    samples_per_step: int
+    max_queued_samples: int
     evaluating: bool
     draining: bool
+
+    @property
+    def bus_has_room(self) -> bool:
+        """Whether the trainer can still fill a step with one more group under way, in whatever order samples arrive.
+
+        Either everything under way fits into the bus's limit. Or: while the trainer waits, fewer than a step's whole groups are
+        with it, at most samples_per_step - group_size samples; all others there belong to open groups. If both fit, no sample
+        that completes a group ever waits for credit that only a step could give back.
+        """
+        if self.num_unsettled + self.group_size <= self.max_queued_samples:
+            return True
+        return self.num_open_seats + self.samples_per_step <= self.max_queued_samples
 
 
 class Admission:
@@ -133,6 +152,8 @@ class Admission:
             return Hold.BUDGET
         if self._in_flight + conditions.group_size > conditions.max_concurrent_rollouts:
             return Hold.CONCURRENCY
+        if not conditions.bus_has_room:
+            return Hold.BUS_FULL
         return None
 
     def admit(self, count: int) -> None:

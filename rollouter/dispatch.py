@@ -43,6 +43,15 @@ class _InFlight:
 
 
 @dataclass(slots=True, kw_only=True)
+class _OpenGroup:
+    """A group of which some seats are in flight."""
+
+    num_in_flight: int
+    arrived: list[int] = field(default_factory=list)
+    """Seats whose samples the trainer holds."""
+
+
+@dataclass(slots=True, kw_only=True)
 class Situation:
     """What other components know and a decision reads."""
 
@@ -86,7 +95,7 @@ class Dispatcher:
         self._now = now
         self._wake = asyncio.Event()
         self._in_flight: set[_InFlight] = set()
-        self._arrived_seats: dict[str, list[int]] = {}
+        self._open_groups: dict[str, _OpenGroup] = {}
         self._broken_groups: dict[str, int] = {}
         self._streak = FailureStreak(limit=live.settings.rollouter.max_consecutive_failures)
         self._fatal: BaseException | None = None
@@ -133,12 +142,9 @@ class Dispatcher:
     def forget_arrived(self) -> int:
         """Another trainer took over, and what the old one held is gone: groups of which some seats had arrived can never be
         whole. Their other seats are given up and the new trainer is told; how many groups."""
-        broken = {
-            rollout.plan.group_id: self._arrived_seats[rollout.plan.group_id][0]
-            for rollout in self._in_flight
-            if rollout.plan.group_id in self._arrived_seats
-        }
-        self._arrived_seats.clear()
+        broken = {group_id: group.arrived[0] for group_id, group in self._open_groups.items() if group.arrived}
+        for group_id in broken:
+            self._open_groups[group_id].arrived.clear()
         self._broken_groups |= broken
         self._cancel([rollout for rollout in self._in_flight if rollout.plan.group_id in broken], FailureReason.SIBLINGS_LOST)
         self.wake()
@@ -161,6 +167,10 @@ class Dispatcher:
             max_concurrent_rollouts=settings.rollouter.max_concurrent_rollouts,
             max_staleness=settings.max_staleness,
             num_samples_needed=self._situation.num_samples_needed,
+            num_unsettled=self._producer.producer_statistics().unsettled + self._admission.in_flight,
+            num_open_seats=len(self._open_groups) * settings.group_size,
+            samples_per_step=settings.samples_per_step,
+            max_queued_samples=settings.bus.max_queued_samples,
             evaluating=self._situation.evaluating(),
             draining=self._situation.draining,
         )
@@ -196,6 +206,7 @@ class Dispatcher:
             max_tokens=settings.sampling.max_tokens,
             stop_token_ids=self._stop_token_ids,
         )
+        self._open_groups[f"{group}@{self._process}"] = _OpenGroup(num_in_flight=settings.group_size)
         for seat in range(settings.group_size):
             plan = Plan(
                 task=issue.task,
@@ -307,8 +318,9 @@ class Dispatcher:
 
     def _leave(self, rollout: _InFlight, *, arrived: bool) -> None:
         self._in_flight.discard(rollout)
-        group_id = rollout.plan.group_id
+        group = self._open_groups[rollout.plan.group_id]
+        group.num_in_flight -= 1
         if arrived:
-            self._arrived_seats.setdefault(group_id, []).append(rollout.plan.seat)
-        if not any(other.plan.group_id == group_id for other in self._in_flight):
-            self._arrived_seats.pop(group_id, None)
+            group.arrived.append(rollout.plan.seat)
+        if group.num_in_flight == 0:
+            del self._open_groups[rollout.plan.group_id]

@@ -21,6 +21,10 @@ def _conditions(**changes: object) -> Conditions:
         "max_concurrent_rollouts": 1000,
         "max_staleness": None,
         "num_samples_needed": None,
+        "num_unsettled": 0,
+        "num_open_seats": 0,
+        "samples_per_step": 8,
+        "max_queued_samples": 10_000,
         "evaluating": False,
         "draining": False,
     }
@@ -173,6 +177,53 @@ def test_counts_start_from_what_the_trainer_accounts_for() -> None:
     counts = admission.counts()
     assert (counts.admitted, counts.offered, counts.in_flight) == (8, 8, 0)
     assert admission.outstanding == 6
+
+
+@given(
+    group_size=st.integers(2, 4),
+    groups_per_step=st.integers(1, 3),
+    spare=st.integers(0, 12),
+    order=st.lists(st.integers(0, 1000), max_size=200),
+)
+def test_bus_never_fills_with_groups_that_lack_a_seat(
+    group_size: int, groups_per_step: int, spare: int, order: list[int]
+) -> None:
+    """B13: rollouts end in any order; samples wait for credit; the trainer settles whole steps only; it never gets stuck."""
+    step = group_size * groups_per_step
+    limit = step + spare
+    in_flight: list[int] = []
+    waiting: list[int] = []
+    arrived: list[int] = []
+    trained = issued = 0
+
+    def settle() -> None:
+        nonlocal trained
+        while True:
+            while waiting and len(arrived) < limit:
+                arrived.append(waiting.pop(0))
+            whole = [group for group in dict.fromkeys(arrived) if arrived.count(group) == group_size][:groups_per_step]
+            if len(whole) < groups_per_step:
+                return
+            arrived[:] = [group for group in arrived if group not in whole]
+            trained += step
+
+    for choice in [*order, *range(300)]:
+        open_groups = {*in_flight, *waiting}
+        conditions = _conditions(
+            group_size=group_size,
+            num_unsettled=len(arrived) + len(in_flight) + len(waiting),
+            num_open_seats=len(open_groups) * group_size,
+            samples_per_step=step,
+            max_queued_samples=limit,
+        )
+        if conditions.bus_has_room and len(in_flight) < 40:
+            in_flight += [issued] * group_size
+            issued += 1
+        else:
+            assert in_flight, "nothing is in flight and nothing may start: stuck"
+            waiting.append(in_flight.pop(choice % len(in_flight)))
+            settle()
+    assert trained > 0
 
 
 EVENTS = st.lists(

@@ -35,7 +35,9 @@ def test_streak_stops_at_its_limit_with_the_first_reason() -> None:
     streak = FailureStreak(limit=3)
     streak.failed("r1", FailureReason.REWARD_FAILED, "KeyError: 'answer'")
     streak.failed("r2", FailureReason.TIMEOUT, "late")
-    with pytest.raises(TooManyFailures, match=r"3 rollouts failed in a row .* first: rollout r1: reward failed: KeyError: 'answer'"):
+    with pytest.raises(
+        TooManyFailures, match=r"3 rollouts failed in a row .* first: rollout r1: reward failed: KeyError: 'answer'"
+    ):
         streak.failed("r3", FailureReason.TIMEOUT, "late")
 
 

@@ -1,0 +1,145 @@
+"""The engines follow the trainer's versions; a failed round leaves the older one in force."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+from sample_bus.messages import (
+    EvaluationResult,
+    Failed,
+    RolloutDropped,
+    RollouterState,
+    RoundResult,
+)
+from tests.fakes.fake_engine import Call, FakeEngine
+from tests.rollouter.stand_in import engine_of, make_settings, running_rollouter, stand_in_trainer
+
+
+async def test_evaluation_goes_before_the_rollouts_of_its_version(tmp_path: Path) -> None:
+    """B173"""
+    settings = make_settings(tmp_path, evaluation={"at_start": True, "samples_per_task": 2, "max_tasks": 5, "temperature": 0.5})
+    async with stand_in_trainer(settings) as trainer:
+        engine = engine_of(trainer)
+        async with running_rollouter(settings, engine):
+            await trainer.begin()
+            await trainer.evaluate(1, 0)
+            await trainer.publish(0)
+            (result,) = await trainer.wait_report(EvaluationResult)
+            assert (result.request_id, result.policy_version, result.num_samples) == (1, 0, 10)
+            assert result.generating_versions == (0,)
+            assert 0.0 <= result.accuracy <= 1.0
+            samples = await trainer.train(8)
+            assert [call.sampling.temperature for call in engine.calls[:10]] == [0.5] * 10
+            held_out = {call.prompt_ids.tobytes() for call in engine.calls[:10]}
+            assert held_out.isdisjoint(call.prompt_ids.tobytes() for call in engine.calls[10:])
+            assert len(samples) == 8
+
+
+async def test_evaluation_is_not_repeated_for_a_rollouter_that_comes_later(tmp_path: Path) -> None:
+    settings = make_settings(tmp_path, evaluation={"at_start": True, "max_tasks": 2, "samples_per_task": 1})
+    async with stand_in_trainer(settings) as trainer:
+        await trainer.begin()
+        await trainer.evaluate(1, 0)
+        await trainer.publish(0)
+        for life in range(2):
+            async with running_rollouter(settings, engine_of(trainer)):
+                await trainer.wait_report(EvaluationResult)
+                await trainer.wait_status(lambda status: status.state is RollouterState.AT_LIMIT)
+            assert len(await trainer.wait_report(EvaluationResult)) == 1, f"life {life}"
+
+
+async def test_failed_round_leaves_the_old_version_and_is_tried_again(tmp_path: Path) -> None:
+    settings = make_settings(tmp_path)
+    async with stand_in_trainer(settings) as trainer:
+        engine = engine_of(trainer)
+        async with running_rollouter(settings, engine):
+            await trainer.begin()
+            await trainer.publish(0)
+            await trainer.train(8)
+            engine.fails_syncs = 2
+            await trainer.publish(1)
+            samples = await trainer.train(8)
+            assert {sample.oldest_version for sample in samples} == {1}
+            results = await trainer.wait_report(RoundResult, 4)
+            assert [result.committed for result in results] == [True, False, False, True]
+
+
+async def test_round_that_no_engine_takes_stops_the_run(tmp_path: Path) -> None:
+    settings = make_settings(tmp_path)
+    async with stand_in_trainer(settings) as trainer, running_rollouter(settings, engine_of(trainer, fails_syncs=99)):
+        await trainer.begin()
+        await trainer.publish(0)
+        (failure,) = await trainer.wait_report(Failed)
+        assert "no engine took version 0 in 3 tries" in failure.message
+        assert "the engine was told to fail" in failure.message
+
+
+async def test_versions_between_are_skipped_while_a_round_is_under_way(tmp_path: Path) -> None:
+    settings = make_settings(tmp_path)
+    held = asyncio.Event()
+    async with stand_in_trainer(settings) as trainer:
+        engine = engine_of(trainer)
+        async with running_rollouter(settings, engine):
+            await trainer.begin()
+            await trainer.publish(0)
+            await trainer.train(8)
+            engine.before_sync = lambda announced: held.wait()
+            await trainer.publish(1)
+            await trainer.wait_status(lambda status: status.state is RollouterState.SYNCING)
+            await trainer.publish(2)
+            await trainer.publish(3)
+            held.set()
+            samples = await trainer.train(24)
+            assert {sample.oldest_version for sample in samples} == {3}
+            assert engine.synced == [("first", 0), ("first", 3)]
+
+
+async def test_rollouts_that_cannot_arrive_in_time_are_cancelled_at_once(tmp_path: Path) -> None:
+    settings = make_settings(tmp_path, staleness_threshold=1.0, max_staleness=0)
+    gate = asyncio.Event()
+    async with stand_in_trainer(settings) as trainer:
+        engine = engine_of(trainer)
+        async with running_rollouter(settings, engine):
+            await trainer.begin()
+            engine.before_reply = lambda call: gate.wait() if len(engine.calls) > 8 else None
+            await trainer.publish(0)
+            await trainer.train(8)
+            await trainer.wait_status(lambda status: status.counts.in_flight == 8)
+            await trainer.publish(1)
+            lost = await trainer.wait_report(RolloutDropped, 8)
+            assert {report.reason for report in lost} == {"stale"}
+            gate.set()
+            samples = await trainer.train(16)
+            assert {sample.oldest_version for sample in samples} == {1}
+
+
+async def test_another_trainer_is_counted_from_its_origin(tmp_path: Path) -> None:
+    """B17, B29: the engines return to its version before they serve, and half-arrived groups are given up."""
+    settings = make_settings(tmp_path, bus__on_lost="wait", staleness_threshold=1.0)
+    gate = asyncio.Event()
+    engine = FakeEngine()
+
+    def hold_seat_three(call: Call) -> Any:
+        return gate.wait() if "/3." in call.request_id and call.version == 7 else None
+
+    async with running_rollouter(settings, engine):
+        async with stand_in_trainer(settings, incarnation="first", origin_version=7) as trainer:
+            engine.on_stage, engine.before_reply = trainer.staged, hold_seat_three
+            await trainer.begin()
+            await trainer.publish(7)
+            await trainer.lease(12)
+            await trainer.wait_status(lambda status: status.counts.in_flight == 4)
+        async with stand_in_trainer(settings, incarnation="second", origin_version=5) as trainer:
+            engine.on_stage = trainer.staged
+            await trainer.begin()
+            lost = await trainer.wait_report(RolloutDropped, 4)
+            assert {report.reason for report in lost} == {"siblings lost"}
+            await trainer.publish(5)
+            samples = await trainer.train(16)
+            assert {(sample.incarnation, sample.oldest_version) for sample in samples} == {("second", 5)}
+            status = await trainer.wait_status(lambda status: status.state is RollouterState.AT_LIMIT)
+            assert (status.counts.admitted, status.counts.offered) == (20, 16)
+            assert status.counts.failed == {"siblings lost": 4}
+            assert engine.synced == [("first", 7), ("second", 5)]
