@@ -1,0 +1,24 @@
+"""An accuracy is the mean over scored rollouts, never a 0 that stands for a failure."""
+
+from __future__ import annotations
+
+import pytest
+
+from rollouter.errors import EvaluationFailed
+from rollouter.evaluation import Tally
+from sample_bus.messages import EvaluationRequest
+
+REQUEST = EvaluationRequest(request_id=3, policy_version=5)
+
+
+def test_failed_rollouts_are_left_out_of_the_mean() -> None:
+    """B105, B173"""
+    result = Tally(rewards=(1.0, 0.0, 1.0), versions=frozenset({6, 5}), num_failed=5).result(REQUEST, seconds=1.5)
+    assert result.accuracy == pytest.approx(2 / 3)
+    assert (result.num_samples, result.policy_version, result.generating_versions) == (3, 5, (5, 6))
+
+
+def test_nothing_scored_is_no_result() -> None:
+    """B108"""
+    with pytest.raises(EvaluationFailed, match="all 8 rollouts failed"):
+        Tally(rewards=(), versions=frozenset(), num_failed=8).result(REQUEST, seconds=1.0)
