@@ -56,7 +56,10 @@ class Connection:
             raise self._last_words() or self._lost(error) from error
 
     def receive(self) -> Packet:
-        return self.receive_with_fd()[0]
+        packet, fd = self.receive_with_fd()
+        if fd is not None:
+            os.close(fd)  # nobody asked for it
+        return packet
 
     def receive_with_fd(self) -> tuple[Packet, int | None]:
         wait_s = self._arm()

@@ -33,6 +33,7 @@ from weight_sync.stream import send_weights
 log = structlog.get_logger()
 
 _MAX_STREAMS = 64
+_MAX_FREE_RINGS = 4
 _CUT_GRACE_S = 5.0
 _ACCEPT_PAUSE_S = 0.2
 """After an accept that failed, such as for want of file descriptors."""
@@ -320,7 +321,7 @@ class WeightServer:
             with self._changed:
                 held.senders.discard(sender)
                 self._changed.notify_all()
-                if ring is not None and not self._closing.is_set():
+                if ring is not None and len(self._free_rings) < _MAX_FREE_RINGS and not self._closing.is_set():
                     self._free_rings.append(ring)
                 elif ring is not None:
                     ring.close()

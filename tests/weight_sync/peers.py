@@ -1,0 +1,61 @@
+"""The two ends of a transfer as processes of their own, for tests that kill them.
+
+`python -m tests.weight_sync.peers engine ADDRESS VERSION [HOW]` and `... server DIR`. Each prints a line when it is where
+the test wants it, and then waits to be killed.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from pathlib import Path
+
+import structlog
+import torch
+
+from configs.schema import WeightSyncSettings
+from weight_sync import WeightServer, connect, receive_weights
+
+
+def weights(seed: int, *, num_tensors: int = 8, elements: int = 1 << 16) -> dict[str, torch.Tensor]:
+    """The same in every process."""
+    generator = torch.Generator().manual_seed(seed)
+    return {f"layer.{index}.weight": torch.randn(elements, generator=generator) for index in range(num_tensors)}
+
+
+def say(line: str) -> None:
+    sys.stdout.write(line + "\n")
+    sys.stdout.flush()
+
+
+def run_engine(address: str, version: int, how: str) -> None:
+    channel = connect(address, policy_version=version, engine="engine-0", nonce=f"pid-{os.getpid()}", timeout_s=60)
+    with channel:
+        for index, (name, _) in enumerate(receive_weights(channel)):
+            if index == 2 and how == "stall":
+                say("stalled")
+                time.sleep(600)
+            if index == 2 and how == "raise":
+                raise RuntimeError(f"no room for {name}")
+    say("received")
+
+
+def run_server(directory: Path) -> None:
+    settings = WeightSyncSettings(bucket_bytes=1 << 16)
+    server = WeightServer(
+        settings, socket_dir=directory, dtype=torch.float32, on_staged=lambda report: None, on_failed=lambda failure: None
+    )
+    with server:
+        server.publish(weights(1).items(), policy_version=1)
+        say(server.address)
+        time.sleep(600)
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))
+    if sys.argv[1] == "engine":
+        run_engine(sys.argv[2], int(sys.argv[3]), sys.argv[4] if len(sys.argv) > 4 else "")
+    else:
+        run_server(Path(sys.argv[2]))

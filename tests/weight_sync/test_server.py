@@ -1,0 +1,449 @@
+"""The weight server: versions, engines that come and go, and everything that may come to its socket."""
+
+from __future__ import annotations
+
+import os
+import queue
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+import structlog
+import torch
+
+from configs.schema import WeightSyncSettings
+from tests.weight_sync.peers import weights
+from weight_sync import (
+    AddressTaken,
+    IntegrityError,
+    PeerFailed,
+    PeerLost,
+    StageFailure,
+    StageReport,
+    TransferTimeout,
+    WeightServer,
+    WeightSyncError,
+    connect,
+    receive_weights,
+)
+from weight_sync.channel import Bucket, BucketKind, StreamEnd
+from weight_sync.packets import Fail, Hello, decode, encode
+from weight_sync.shared_memory import SharedMemoryReceiver
+
+WAIT_S = 60.0
+
+
+@dataclass
+class Outcomes:
+    """What the server reported, in order."""
+
+    staged: queue.Queue[StageReport] = field(default_factory=queue.Queue)
+    failed: queue.Queue[StageFailure] = field(default_factory=queue.Queue)
+
+
+@contextmanager
+def serving(
+    directory: Path, *, dtype: torch.dtype = torch.float32, **settings: float
+) -> Iterator[tuple[WeightServer, Outcomes]]:
+    outcomes = Outcomes()
+    server = WeightServer(
+        WeightSyncSettings.model_validate({"bucket_bytes": 1 << 16, **settings}),
+        socket_dir=directory,
+        dtype=dtype,
+        on_staged=outcomes.staged.put,
+        on_failed=outcomes.failed.put,
+    )
+    with server:
+        yield server, outcomes
+
+
+def open_transfer(
+    server: WeightServer, version: int, nonce: str = "n", engine: str = "e", **ranks: int
+) -> SharedMemoryReceiver:
+    return connect(server.address, policy_version=version, engine=engine, nonce=nonce, timeout_s=WAIT_S, **ranks)
+
+
+def pull(server: WeightServer, version: int, nonce: str = "n", engine: str = "e", **ranks: int) -> dict[str, torch.Tensor]:
+    with open_transfer(server, version, nonce, engine, **ranks) as channel:
+        return dict(receive_weights(channel))
+
+
+def assert_same(received: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert list(received) == list(expected)
+    assert all(torch.equal(received[name], tensor) for name, tensor in expected.items())
+
+
+@contextmanager
+def peer(*arguments: str) -> Iterator[subprocess.Popen[str]]:
+    command = [sys.executable, "-m", "tests.weight_sync.peers", *arguments]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=Path.cwd())
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def said(process: subprocess.Popen[str]) -> str:
+    assert process.stdout is not None
+    return process.stdout.readline().strip()
+
+
+def shared_memory_files() -> set[str]:
+    return set(os.listdir("/dev/shm"))
+
+
+# ── versions ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_an_engine_gets_the_published_version_and_the_trainer_hears_of_it(tmp_path: Path) -> None:
+    with serving(tmp_path) as (server, outcomes):
+        publication = server.publish(weights(1).items(), policy_version=5)
+        assert_same(pull(server, 5, nonce="n5", engine="engine-0"), weights(1))
+        report = outcomes.staged.get(timeout=WAIT_S)
+    assert (report.engine, report.nonce, report.policy_version) == ("engine-0", "n5", 5)
+    assert report.digest == publication.manifest_digest
+    assert publication.num_tensors == 8
+    assert publication.total_bytes == 8 * 4 << 16
+
+
+def test_training_on_does_not_change_what_is_served(tmp_path: Path) -> None:
+    with serving(tmp_path) as (server, _):
+        tensors = weights(1)
+        server.publish(tensors.items(), policy_version=1)
+        for tensor in tensors.values():
+            tensor.zero_()
+        assert_same(pull(server, 1), weights(1))
+
+
+def test_floating_tensors_are_served_in_the_wire_dtype_and_tied_ones_once(tmp_path: Path) -> None:
+    """B139."""
+    embedding = torch.nn.Parameter(torch.randn(50, 30))
+    with serving(tmp_path, dtype=torch.bfloat16) as (server, _):
+        server.publish([("embed", embedding), ("head", embedding), ("step", torch.tensor(7))], policy_version=1)
+        received = pull(server, 1)
+    assert_same(received, {"embed": embedding.detach().bfloat16(), "step": torch.tensor(7)})
+
+
+def test_the_version_before_is_served_until_the_next_but_one(tmp_path: Path) -> None:
+    with serving(tmp_path) as (server, outcomes):
+        for version in (1, 2, 3):
+            server.publish(weights(version).items(), policy_version=version)
+        assert_same(pull(server, 2), weights(2))
+        assert_same(pull(server, 3), weights(3))
+        with pytest.raises(PeerFailed, match=r"version 1 is not served; available: \[2, 3\]"):
+            pull(server, 1, nonce="late")
+        assert outcomes.failed.get(timeout=WAIT_S).nonce == "late"
+
+
+def test_nothing_is_allocated_after_the_first_two_versions(tmp_path: Path) -> None:
+    with serving(tmp_path) as (server, _):
+        held = []
+        for version in range(6):
+            server.publish(weights(version).items(), policy_version=version)
+            held.append(sum(arena.capacity_bytes for arena in server._arenas))
+            assert_same(pull(server, version), weights(version))
+    assert held[1:] == [held[1]] * 5
+
+
+def test_two_versions_in_a_row_do_not_mix(tmp_path: Path) -> None:
+    """The engine still receives the first while the second is published."""
+    with serving(tmp_path) as (server, outcomes):
+        server.publish(weights(1).items(), policy_version=1)
+        with open_transfer(server, 1) as channel:
+            stream = receive_weights(channel)
+            first = [next(stream)]
+            server.publish(weights(2).items(), policy_version=2)
+            assert_same(dict([*first, *stream]), weights(1))
+        assert_same(pull(server, 2), weights(2))
+        assert [outcomes.staged.get(timeout=WAIT_S).policy_version for _ in range(2)] == [1, 2]
+
+
+def test_weights_equal_to_the_ones_before_are_remarked_on(tmp_path: Path) -> None:
+    """B141."""
+    with serving(tmp_path) as (server, _), structlog.testing.capture_logs() as logs:
+        server.publish(weights(1).items(), policy_version=1)
+        server.publish(weights(1).items(), policy_version=2)
+        server.publish(weights(2).items(), policy_version=3)
+    warnings = [entry for entry in logs if entry["log_level"] == "warning"]
+    assert [(entry["event"], entry["policy_version"]) for entry in warnings] == [
+        ("published weights equal the version before", 2)
+    ]
+
+
+def test_a_publication_that_fails_leaves_the_version_before(tmp_path: Path) -> None:
+    def broken() -> Iterator[tuple[str, torch.Tensor]]:
+        yield "layer.0.weight", torch.zeros(1 << 16)
+        raise RuntimeError("gather failed")
+
+    with serving(tmp_path) as (server, _):
+        server.publish(weights(1).items(), policy_version=1)
+        server.publish(weights(2).items(), policy_version=2)
+        with pytest.raises(RuntimeError, match="gather failed"):
+            server.publish(broken(), policy_version=3)
+        assert_same(pull(server, 2), weights(2))
+        server.publish(weights(4).items(), policy_version=4)
+        assert_same(pull(server, 4), weights(4))
+        assert_same(pull(server, 2), weights(2))
+
+
+def test_an_engine_of_two_workers_is_staged_when_both_are(tmp_path: Path) -> None:
+    with serving(tmp_path) as (server, outcomes):
+        server.publish(weights(1).items(), policy_version=1)
+        pull(server, 1, rank=0, num_ranks=2)
+        assert outcomes.staged.empty()
+        pull(server, 1, rank=1, num_ranks=2)
+        outcomes.staged.get(timeout=WAIT_S)
+        assert outcomes.staged.empty()
+
+
+def test_many_engines_receive_at_once(tmp_path: Path) -> None:
+    received: dict[int, dict[str, torch.Tensor]] = {}
+    with serving(tmp_path) as (server, outcomes):
+        server.publish(weights(1).items(), policy_version=1)
+
+        def receive(index: int) -> None:
+            received[index] = pull(server, 1, engine=f"engine-{index}")
+
+        threads = [threading.Thread(target=receive, args=(index,)) for index in range(5)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(WAIT_S)
+        engines = {outcomes.staged.get(timeout=WAIT_S).engine for _ in threads}
+    assert engines == {f"engine-{index}" for index in range(5)}
+    for tensors in received.values():
+        assert_same(tensors, weights(1))
+
+
+# ── engines that fail ────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_receiver_that_raises_is_quoted_with_the_bucket_and_can_come_back(tmp_path: Path) -> None:
+    """B22."""
+    before = shared_memory_files()
+    with serving(tmp_path) as (server, outcomes):
+        server.publish(weights(1).items(), policy_version=1)
+        with pytest.raises(RuntimeError, match="no room"), open_transfer(server, 1, nonce="first") as channel:
+            for _ in receive_weights(channel):
+                raise RuntimeError("no room")
+        failure = outcomes.failed.get(timeout=WAIT_S)
+        assert failure.nonce == "first"
+        assert "no room" in failure.reason
+        assert "bucket" in failure.reason
+        assert_same(pull(server, 1, nonce="second"), weights(1))
+        assert outcomes.staged.get(timeout=WAIT_S).nonce == "second"
+    assert shared_memory_files() == before
+
+
+def test_an_engine_killed_in_mid_stream_is_reported_and_does_not_stop_the_others(tmp_path: Path) -> None:
+    """B03, B22: kill -9 of the receiver."""
+    before = shared_memory_files()
+    with serving(tmp_path) as (server, outcomes):
+        server.publish(weights(1).items(), policy_version=1)
+        with peer("engine", server.address, "1", "stall") as process:
+            assert said(process) == "stalled"
+            process.kill()
+            process.wait(WAIT_S)
+            failure = outcomes.failed.get(timeout=WAIT_S)
+        assert failure.engine == "engine-0"
+        assert "closed the connection" in failure.reason
+        assert "bucket" in failure.reason
+        for version in (2, 3, 4):
+            server.publish(weights(version).items(), policy_version=version)
+        assert_same(pull(server, 4), weights(4))
+    assert shared_memory_files() == before
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_engine_process_receives_everything(tmp_path: Path) -> None:
+    with serving(tmp_path) as (server, outcomes):
+        server.publish(weights(1).items(), policy_version=1)
+        with peer("engine", server.address, "1") as process:
+            assert said(process) == "received"
+            assert outcomes.staged.get(timeout=WAIT_S).engine == "engine-0"
+
+
+def test_an_engine_that_stalls_is_given_up_at_the_bucket_deadline(tmp_path: Path) -> None:
+    with serving(tmp_path, bucket_timeout_s=0.5) as (server, outcomes):
+        server.publish(weights(1).items(), policy_version=1)
+        with open_transfer(server, 1, engine="slow") as channel:
+            next(receive_weights(channel))
+            failure = outcomes.failed.get(timeout=WAIT_S)
+            assert failure.engine == "slow"
+            assert "silent for 0.5 s" in failure.reason
+            assert "waiting for bucket" in failure.reason
+
+
+def test_publishing_cuts_an_engine_off_that_still_receives_the_version_before_last(tmp_path: Path) -> None:
+    with serving(tmp_path, round_timeout_s=1.0, bucket_timeout_s=30.0) as (server, outcomes):
+        server.publish(weights(1).items(), policy_version=1)
+        with open_transfer(server, 1, engine="slow") as channel:
+            stream = receive_weights(channel)
+            next(stream)
+            server.publish(weights(2).items(), policy_version=2)
+            server.publish(weights(3).items(), policy_version=3)
+            failure = outcomes.failed.get(timeout=WAIT_S)
+            with pytest.raises(WeightSyncError):
+                list(stream)
+        assert failure.engine == "slow"
+        assert_same(pull(server, 3), weights(3))
+
+
+def test_the_cut_off_engine_is_told_which_version_needed_the_memory(tmp_path: Path) -> None:
+    with serving(tmp_path, round_timeout_s=60.0, bucket_timeout_s=60.0) as (server, outcomes):
+        server.publish(weights(1).items(), policy_version=1)
+        with open_transfer(server, 1, engine="slow") as channel:
+            next(receive_weights(channel))
+            server.publish(weights(2).items(), policy_version=2)
+            server._settings = server._settings.model_copy(update={"round_timeout_s": 0.2})
+            server.publish(weights(3).items(), policy_version=3)
+            assert "version 3 needs the memory of version 1" in outcomes.failed.get(timeout=WAIT_S).reason
+
+
+def test_closing_ends_transfers_under_way(tmp_path: Path) -> None:
+    with serving(tmp_path) as (server, outcomes):
+        server.publish(weights(1).items(), policy_version=1)
+        channel = open_transfer(server, 1)
+    with channel, pytest.raises((PeerLost, PeerFailed)):
+        list(receive_weights(channel))
+    assert "the weight server closes" in outcomes.failed.get(timeout=WAIT_S).reason
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("weights-")]
+
+
+def test_a_receiver_cannot_write_to_the_ring(tmp_path: Path) -> None:
+    with serving(tmp_path) as (server, _):
+        server.publish(weights(1).items(), policy_version=1)
+        with open_transfer(server, 1) as channel:
+            assert not channel._memory.flags.writeable
+            next(receive_weights(channel))
+
+
+def test_a_byte_that_changes_in_the_ring_is_noticed(tmp_path: Path) -> None:
+    """B140."""
+    with serving(tmp_path) as (server, outcomes):
+        server.publish(weights(1).items(), policy_version=1)
+        pull(server, 1)
+        outcomes.staged.get(timeout=WAIT_S)
+        (ring,) = server._free_rings
+        with pytest.raises(IntegrityError, match="checksum"), open_transfer(server, 1, nonce="bad") as channel:
+            receive = channel.receive
+
+            def receive_altered() -> Bucket | StreamEnd:
+                bucket = receive()
+                if isinstance(bucket, Bucket) and bucket.kind is BucketKind.WEIGHTS:
+                    ring.slots[bucket.sequence % 2 ^ 1][:100] += 1  # the manifest took the first slot
+                return bucket
+
+            channel.receive = receive_altered  # type: ignore[method-assign]
+            list(receive_weights(channel))
+        assert "IntegrityError" in outcomes.failed.get(timeout=WAIT_S).reason
+
+
+# ── a trainer that fails ─────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_server_killed_in_mid_stream_ends_the_receiver_and_leaves_no_memory(tmp_path: Path) -> None:
+    """B03, B04: kill -9 of the sender, three times; the next server takes the same address."""
+    before = shared_memory_files()
+    for _ in range(3):
+        with peer("server", str(tmp_path)) as process:
+            address = said(process)
+            with (
+                pytest.raises(PeerLost, match="at bucket"),
+                connect(address, policy_version=1, engine="e", nonce="n", timeout_s=WAIT_S) as channel,
+            ):
+                for index, _ in enumerate(receive_weights(channel)):
+                    if index == 0:
+                        process.kill()
+                        process.wait(WAIT_S)
+    with serving(tmp_path) as (server, _):
+        assert server.address == address
+        server.publish(weights(2).items(), policy_version=2)
+        assert_same(pull(server, 2), weights(2))
+    assert shared_memory_files() == before
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_two_live_servers_do_not_share_an_address(tmp_path: Path) -> None:
+    with serving(tmp_path) as (server, _):
+        with pytest.raises(AddressTaken, match="another weight server answers"), serving(tmp_path):
+            pass
+        server.publish(weights(1).items(), policy_version=1)
+        assert_same(pull(server, 1), weights(1))
+
+
+def test_nobody_at_the_address_is_said_at_once(tmp_path: Path) -> None:
+    with pytest.raises(PeerLost, match="does not answer"):
+        connect(f"unix:{tmp_path}/nobody", policy_version=1, engine="e", nonce="n", timeout_s=WAIT_S)
+
+
+@pytest.mark.parametrize("address", ["tcp://127.0.0.1:5", "unix:relative", "unix:/" + "x" * 200])
+def test_an_address_that_is_none_is_refused(address: str) -> None:
+    with pytest.raises(ValueError, match="expected unix:/PATH"):
+        connect(address, policy_version=1, engine="e", nonce="n", timeout_s=1)
+
+
+# ── strangers ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def strangers() -> dict[str, Callable[[socket.socket], None]]:
+    hello = encode(Hello(policy_version=1, engine="e", nonce="n", rank=0, num_ranks=1))
+    return {
+        "says nothing and leaves": lambda sock: None,
+        "sends garbage": lambda sock: sock.sendall(b"GET / HTTP/1.1\r\n\r\n"),
+        "sends a huge packet": lambda sock: sock.sendall(b"\0" * 100_000),
+        "sends an empty packet": lambda sock: sock.sendall(b""),
+        "sends half a hello": lambda sock: sock.sendall(hello[:20]),
+        "says hello and leaves": lambda sock: sock.sendall(hello),
+        "says hello twice": lambda sock: (sock.sendall(hello), sock.sendall(hello))[0],
+        "frees what it was not given": lambda sock: (sock.sendall(hello), sock.sendall(encode(Fail(reason="x"))))[0],
+        "passes a descriptor": lambda sock: (socket.send_fds(sock, [hello], [0]), None)[1],
+    }
+
+
+@pytest.mark.parametrize("case", strangers())
+def test_a_stranger_on_the_socket_does_no_harm(tmp_path: Path, case: str) -> None:
+    with serving(tmp_path) as (server, _):
+        server.publish(weights(1).items(), policy_version=1)
+        path = server.address.removeprefix("unix:")
+        open_before = len(os.listdir("/proc/self/fd"))
+        for _ in range(10):
+            with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:
+                sock.settimeout(WAIT_S)
+                sock.connect(path)
+                strangers()[case](sock)
+        assert_same(pull(server, 1), weights(1))
+        with server._changed:
+            assert server._changed.wait_for(lambda: not server._connections, WAIT_S)
+        # rings are kept for the next transfers: two descriptors each, its own and that of its mapping
+        assert len(os.listdir("/proc/self/fd")) <= open_before + 2 * len(server._free_rings)
+        assert len(server._free_rings) <= 4
+
+
+def test_a_stranger_that_never_speaks_is_sent_away_at_the_deadline(tmp_path: Path) -> None:
+    with serving(tmp_path, connect_timeout_s=0.3) as (server, _):
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:
+            sock.settimeout(WAIT_S)
+            sock.connect(server.address.removeprefix("unix:"))
+            answer = decode(sock.recv(2000))
+            assert isinstance(answer, Fail)
+            assert "silent for 0.3 s" in answer.reason
+            assert sock.recv(2000) == b""
+
+
+def test_the_socket_is_the_users_alone(tmp_path: Path) -> None:
+    directory = tmp_path / "sockets"
+    with serving(directory) as (server, _):
+        assert Path(server.address.removeprefix("unix:")).stat().st_mode & 0o777 == 0o600
+        assert directory.stat().st_mode & 0o777 == 0o700
+
+
+def test_a_timeout_is_a_weight_sync_error() -> None:
+    assert issubclass(TransferTimeout, WeightSyncError)
