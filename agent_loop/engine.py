@@ -58,16 +58,22 @@ class Generation:
             raise BadGeneration(f"request {request_id}: got {self.logprobs.size} logprobs, expected {n}, one for each token")
         if not np.isfinite(self.logprobs).all():
             at = int(np.flatnonzero(~np.isfinite(self.logprobs))[0])
-            raise BadGeneration(f"request {request_id}: got logprob {self.logprobs[at]} at token {at}, expected a finite number")
+            raise BadGeneration(
+                f"request {request_id}: got logprob {self.logprobs[at]} at token {at}, expected a finite number"
+            )
         if n and float(self.logprobs.max()) > 1e-3:
             raise BadGeneration(f"request {request_id}: got logprob {float(self.logprobs.max())}, expected at most 0")
         if n and int(self.token_ids.min()) < 0:
             raise BadGeneration(f"request {request_id}: got token id {int(self.token_ids.min())}, expected >= 0")
         starts, versions = self.version_starts, self.versions
         if starts.size != versions.size or bool(starts.size) != bool(n):
-            raise BadGeneration(f"request {request_id}: got {starts.size} version runs with {versions.size} versions for {n} tokens")
+            raise BadGeneration(
+                f"request {request_id}: got {starts.size} version runs with {versions.size} versions for {n} tokens"
+            )
         if n and (starts[0] != 0 or starts[-1] >= n or (np.diff(starts) <= 0).any()):
-            raise BadGeneration(f"request {request_id}: got version runs from {starts.tolist()}, expected rising from 0 below {n}")
+            raise BadGeneration(
+                f"request {request_id}: got version runs from {starts.tolist()}, expected rising from 0 below {n}"
+            )
 
 
 class Engine(Protocol):

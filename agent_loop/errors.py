@@ -1,13 +1,13 @@
 """Errors of the agent loops.
 
-    AgentLoopError
-    ├── EngineError
-    │   ├── EngineUnavailable    no answer: dead, restarting, overloaded or too slow; may be tried again
-    │   ├── RequestRefused       a deterministic refusal; trying again cannot help
-    │   └── BadGeneration        an answer that cannot be trained on
-    ├── NoRoom                   the context leaves no token to generate
-    ├── RewardError              a reward that failed or is no finite number
-    └── LoopError                an agent loop that left no trajectory behind
+AgentLoopError
+├── EngineError
+│   ├── EngineUnavailable    no answer: dead, restarting, overloaded or too slow; may be tried again
+│   ├── RequestRefused       a deterministic refusal; trying again cannot help
+│   └── BadGeneration        an answer that cannot be trained on
+├── NoRoom                   the context leaves no token to generate
+├── RewardError              a reward that failed or is no finite number
+└── LoopError                an agent loop that left no trajectory behind
 """
 
 from __future__ import annotations

@@ -63,7 +63,9 @@ class Reward:
         except RewardError:
             raise
         except Exception as error:
-            raise RewardError(f"reward {self.path} raised {type(error).__name__}: {error} (data source {data_source})") from error
+            raise RewardError(
+                f"reward {self.path} raised {type(error).__name__}: {error} (data source {data_source})"
+            ) from error
         return checked_score(value, path=self.path)
 
 

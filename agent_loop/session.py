@@ -1,7 +1,8 @@
 """A session: one rollout's token sequence, append-only, with what the engine said about each sampled token.
 
-Invariant: the recorded sequence is exactly what the engine was shown and what it sampled, in order. Observations carry mask 0,
-logprob 0.0 and no version; sampled tokens carry mask 1, their logprob and their version. Nothing is ever decoded and encoded again.
+Invariant: the recorded sequence is exactly what the engine was shown and what it sampled, in order. Observations carry mask
+0, logprob 0.0 and no version; sampled tokens carry mask 1, their logprob and their version. Nothing is ever decoded and
+encoded again.
 """
 
 from __future__ import annotations

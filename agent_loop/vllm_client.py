@@ -76,7 +76,9 @@ class VllmClient:
         """`Engine.generate`. Requests with different `cache_salt` share no KV cache. Cancelling closes the connection, upon
         which the server drops the request."""
         body = encode_request(prompt_ids, sampling, request_id=request_id, cache_salt=cache_salt)
-        answer = await self._call("POST", "/inference/v1/generate", body=body, timeout_s=self._request_timeout_s, what=request_id)
+        answer = await self._call(
+            "POST", "/inference/v1/generate", body=body, timeout_s=self._request_timeout_s, what=request_id
+        )
         return decode_response(answer, request_id=request_id)
 
     async def top_logprobs(self, prompt_ids: Sequence[int], *, temperature: float, num_logprobs: int) -> dict[int, float]:
@@ -94,6 +96,10 @@ class VllmClient:
     async def abort(self, request_ids: Sequence[str]) -> None:
         """End these generations; each answers with what it has and stop reason `abort`."""
         await self._control("/abort_requests", {"request_ids": [f"generate-tokens-{request_id}" for request_id in request_ids]})
+
+    async def abort_all(self) -> None:
+        """End every generation of the server, whoever asked for it."""
+        await self._control("/abort_requests", {})
 
     # ── control ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -131,7 +137,9 @@ class VllmClient:
 
     async def collective_rpc(self, method: str, **kwargs: Any) -> list[Any]:
         """Call a worker method; one result a worker."""
-        results: list[Any] = orjson.loads(await self._control("/collective_rpc", {"method": method, "kwargs": kwargs}))["results"]
+        results: list[Any] = orjson.loads(await self._control("/collective_rpc", {"method": method, "kwargs": kwargs}))[
+            "results"
+        ]
         return results
 
     async def _control(
@@ -170,7 +178,9 @@ class VllmClient:
             connector = aiohttp.UnixConnector(self._socket, limit=0, keepalive_timeout=KEEP_ALIVE_S)
         else:
             connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S)
-        return aiohttp.ClientSession(connector=connector, auto_decompress=False, skip_auto_headers=("User-Agent", "Accept-Encoding"))
+        return aiohttp.ClientSession(
+            connector=connector, auto_decompress=False, skip_auto_headers=("User-Agent", "Accept-Encoding")
+        )
 
 
 async def logprobs_follow_temperature(client: VllmClient, *, prompt_ids: Sequence[int] = (1, 2, 3)) -> bool | None:

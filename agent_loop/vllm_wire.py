@@ -52,7 +52,9 @@ def decode_response(body: bytes, *, request_id: str) -> Generation:
     token_ids = _integers(choice.get("token_ids"), "token_ids", request_id)
     end = _ENDS.get(str(choice.get("finish_reason")))
     if end is None:
-        raise BadGeneration(f"request {request_id}: got finish_reason {choice.get('finish_reason')!r}, expected one of {list(_ENDS)}")
+        raise BadGeneration(
+            f"request {request_id}: got finish_reason {choice.get('finish_reason')!r}, expected one of {list(_ENDS)}"
+        )
     starts, versions = _version_runs(choice.get("weight_versions"), len(token_ids), request_id)
     generation = Generation(
         token_ids=np.array(token_ids, np.int32),

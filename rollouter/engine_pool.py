@@ -1,30 +1,44 @@
 """The engines of this rollouter: started, supervised, kept at one policy version, and used as one `Engine`.
 
-Invariant: an engine gets a request only while it runs, holds the newest committed policy version and is not being updated.
-Whatever a round does, generation is resumed in one place.
+Invariant: an engine gets a request only while it runs, holds the policy version that was committed last, and is not being
+updated. An engine that was started again, or on which a round failed, catches up before it gets one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+import asyncio
+from collections.abc import Callable
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
+import structlog
 
-from agent_loop.engine import Generation, SamplingParams
+from agent_loop.engine import NO_VERSION, Generation, SamplingParams
+from agent_loop.errors import BadGeneration, EngineError, EngineUnavailable
+from agent_loop.vllm_client import VllmClient, logprobs_follow_temperature
+from configs.cpu import core_shares
+from configs.gpu import gpu_shares, visible_gpus
 from configs.schema import EngineSettings, WeightSyncSettings
+from rollouter.engine_command import engine_shares
+from rollouter.engine_errors import EnginesLost, EngineStartError
+from rollouter.engine_member import EngineState, Held, Member, PartialRollout, WaitStaged, bring
+from rollouter.engine_seats import Seats
+from rollouter.vllm_server import VllmServer
 from sample_bus.messages import EngineStatus, RoundResult, WeightRound
 
-PartialRollout = Literal["keep", "recompute", "finish"]
+log = structlog.get_logger()
 
-WaitStaged = Callable[[WeightRound, str, str], Awaitable[None]]
-"""(round, engine name, nonce): returns once the trainer says that this staging is complete (topic `round`, `staged[engine] == nonce`);
-raises any Exception with the reason if it failed (`failed[nonce]`) or was overtaken by a newer round. The pool sets the deadline."""
+CONTROL_TIMEOUT_S = 30.0
+_HEALTH_TIMEOUT_S = 10.0
+_MAX_FAILED_COMMITS = 3
+_CATCH_UP_AGAIN_S = 1.0
+_REACH_EVERY_S = 2.0
 
 
 class EnginePool:
+    """`Engine` over all servers of `engine.num_engines` or `engine.urls`."""
+
     def __init__(
         self,
         engine: EngineSettings,
@@ -36,42 +50,267 @@ class EnginePool:
         on_change: Callable[[], None] = lambda: None,
         on_round_result: Callable[[RoundResult], None] = lambda result: None,
     ) -> None:
-        """`on_change` is called on the event loop after any change of `statuses()`; `on_round_result` with the outcome of a
-        catch-up of an engine that was restarted (the outcomes of `sync` are returned by it)."""
-        raise NotImplementedError
+        """`on_change` is called on the event loop after any change of `statuses()`; `on_round_result` with the outcome when an
+        engine catches up by itself (the outcomes of `sync` are returned by it)."""
+        self._settings = engine
+        self._weight_sync = weight_sync
+        self._mode: PartialRollout = partial_rollout
+        self._on_change = on_change
+        self._on_round_result = on_round_result
+        self._members = self._make_members(socket_dir, log_dir)
+        self._seats = Seats(self._members)
+        self._newest: tuple[WeightRound, WaitStaged] | None = None
+        self._alive = asyncio.Event()
+        self._generated_tokens = 0
+        self._model: tuple[str, str] | None = None
+
+    def _make_members(self, socket_dir: Path, log_dir: Path) -> list[Member]:
+        settings = self._settings
+        if settings.urls:
+            names = [(f"engine-{index}", url) for index, url in enumerate(settings.urls)]
+            return [Member(name, self._client(url), server=None, max_requests=settings.max_num_seqs) for name, url in names]
+        gpus = gpu_shares(visible_gpus(), num_engines=settings.num_engines)
+        shares = engine_shares(settings.num_engines, cores=core_shares().engine, gpus=None if gpus is None else gpus.engines)
+        members = []
+        for index, share in enumerate(shares):
+            name = f"engine-{index}"
+            server = VllmServer(name, settings, socket=socket_dir / name, log_file=log_dir / f"{name}.log", share=share)
+            members.append(Member(name, self._client(server.address), server=server, max_requests=settings.max_num_seqs))
+        return members
+
+    def _client(self, address: str) -> VllmClient:
+        return VllmClient(address, request_timeout_s=self._settings.request_timeout_s, control_timeout_s=CONTROL_TIMEOUT_S)
+
+    # ── life ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    async def launch(self) -> None:
+        """Start the server processes ahead of `start`: they import what they need while the model is being prepared."""
+        for member in self._members:
+            if member.server is not None:
+                await member.server.launch()
 
     async def start(self, model_dir: str, dtype: str) -> None:
-        """Start (or reach) all engines and check them; afterwards each waits for its first weights. Raises EngineStartError."""
-        raise NotImplementedError
+        """Start (or reach) all engines and check them; afterwards each waits for its first weights.
+
+        Raises EngineStartError; what was started is ended by `close`.
+        """
+        self._model = (model_dir, dtype)
+        try:
+            async with asyncio.TaskGroup() as group:
+                for member in self._members:
+                    group.create_task(self._start_member(member))
+        except* EngineStartError as errors:
+            raise errors.exceptions[0] from None
+
+    async def _start_member(self, member: Member) -> None:
+        assert self._model is not None
+        self._change(member, EngineState.STARTING)
+        if member.server is not None:
+            await member.server.serve(*self._model)
+        else:
+            await self._reach(member, timeout_s=self._settings.start_timeout_s)
+        await self._check(member)
+        self._change(member, EngineState.WAITING)
+
+    async def _check(self, member: Member) -> None:
+        """Refuse an engine whose log-probabilities leave temperature out: every importance ratio would be wrong."""
+        try:
+            follows = await logprobs_follow_temperature(member.client)
+            await member.client.collective_rpc("headrace_status")
+        except EngineError as error:
+            raise EngineStartError(f"{member.name} ({member.client.address}) cannot be used: {error}") from error
+        if follows is False:
+            raise EngineStartError(
+                f"{member.name} ({member.client.address}) reports log-probabilities before temperature, expected after; "
+                "start it with --logprobs-mode processed_logprobs"
+            )
+        if follows is None:
+            log.warning("the engine's log-probability mode could not be told", engine=member.name)
+
+    async def close(self) -> None:
+        """Stop what was started here; afterwards no process and no socket of it is left."""
+        self._seats.fail(EngineUnavailable("the engines are being closed"))
+        for member in self._members:
+            member.lose()
+        await asyncio.gather(*(member.client.close() for member in self._members))
+        await asyncio.gather(*(member.server.stop() for member in self._members if member.server is not None))
+
+    # ── supervision ──────────────────────────────────────────────────────────────────────────────────────────────────
 
     async def supervise(self) -> None:
-        """Run beside everything else after `start`: restarts dead engines and lets them catch up. Never returns; raises
-        EnginesLost once no engine is left and none may be restarted."""
-        raise NotImplementedError
+        """Run beside everything else after `start`: restarts dead engines and lets them catch up. Never returns.
+
+        Raises EnginesLost once no engine is left and none may be started again; requests that wait get it too.
+        """
+        async with asyncio.TaskGroup() as group:
+            watched = [group.create_task(self._watch(member)) for member in self._members]
+        error = EnginesLost("no engine is left; " + "; ".join(task.result() for task in watched))
+        self._seats.fail(error)
+        raise error
+
+    async def _watch(self, member: Member) -> str:
+        """Look after one engine until it is given up; returns why."""
+        server = member.server
+        while True:
+            ended = asyncio.ensure_future(server.wait_ended() if server is not None else asyncio.Event().wait())
+            try:
+                reason = await self._until_ended(member, ended)
+            finally:
+                ended.cancel()
+            member.lose()
+            self._change(member, EngineState.DEAD)
+            log.error("engine lost", engine=member.name, why=reason, restarts=member.restarts)
+            reason = await self._restart(member, reason)
+            if member.state is EngineState.DEAD:
+                return f"{member.name}: {reason}"
+            await self._catch_up(member)
+
+    async def _until_ended(self, member: Member, ended: asyncio.Future[int] | asyncio.Future[bool]) -> str:
+        """Until the process is gone or the engine proves unusable; looks into every trouble meanwhile."""
+        server = member.server
+        while True:
+            trouble = asyncio.ensure_future(member.trouble.wait())
+            try:
+                await asyncio.wait((ended, trouble), return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                trouble.cancel()
+            if ended.done():
+                status = ended.result()
+                return f"ended with status {status}: {server.why_ended() if server is not None else ''}"
+            member.trouble.clear()
+            if not await member.client.is_healthy(timeout_s=_HEALTH_TIMEOUT_S):
+                reason = f"no answer to a health check within {_HEALTH_TIMEOUT_S:g} s"
+            elif await self._catch_up(member):
+                continue
+            elif member.failed_commits < _MAX_FAILED_COMMITS:
+                await asyncio.wait((ended,), timeout=_CATCH_UP_AGAIN_S)
+                continue
+            else:
+                reason = f"could not load the newest weights in {member.failed_commits} tries"
+            if server is None:
+                return reason
+            log.warning("engine is killed", engine=member.name, why=reason)
+            server.kill()
+            await asyncio.wait((ended,))
+            return reason
+
+    async def _restart(self, member: Member, reason: str) -> str:
+        """Start it again, as often as allowed; the member is DEAD afterwards if that is over. Returns the last reason."""
+        while member.restarts < self._settings.max_restarts:
+            member.restarts += 1
+            log.warning("engine is started again", engine=member.name, restart=member.restarts, of=self._settings.max_restarts)
+            try:
+                await self._start_member(member)
+            except EngineStartError as error:
+                reason = str(error)
+                member.lose()
+                self._change(member, EngineState.DEAD)
+                log.error("engine did not start again", engine=member.name, why=reason)
+            else:
+                member.trouble.clear()
+                return reason
+        return f"{reason} (started again {member.restarts} times, engine.max_restarts={self._settings.max_restarts})"
+
+    async def _catch_up(self, member: Member) -> bool:
+        """Bring the newest round to an engine that lacks it; True if it has it now."""
+        if self._newest is None:
+            return True
+        announced, wait_staged = self._newest
+        if member.held == Held.of(announced):
+            return True
+        result = await self._bring(member, announced, wait_staged)
+        self._on_round_result(result)
+        return result.committed
+
+    async def _reach(self, member: Member, *, timeout_s: float) -> None:
+        try:
+            async with asyncio.timeout(timeout_s):
+                while not await member.client.is_healthy(timeout_s=_HEALTH_TIMEOUT_S):
+                    log.info("waiting for an engine", engine=member.name, address=member.client.address)
+                    await asyncio.sleep(_REACH_EVERY_S)
+        except TimeoutError:
+            raise EngineStartError(
+                f"{member.name}: {member.client.address} did not answer within engine.start_timeout_s={timeout_s:g} s"
+            ) from None
+
+    # ── weights ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
     async def sync(self, round: WeightRound, wait_staged: WaitStaged) -> list[RoundResult]:
-        """Bring every living engine to `round`: stage while generating, then pause, load, resume. One result an engine;
-        never raises for an engine's failure."""
-        raise NotImplementedError
+        """Bring every living engine to `round`: stage while generating, then pause, load, resume. One result an engine.
+
+        Never raises for an engine's failure. While no engine lives, it waits for one that is being started again, up to
+        engine.start_timeout_s. An engine that comes back later catches up by itself.
+        """
+        self._newest = (round, wait_staged)
+        try:
+            async with asyncio.timeout(self._settings.start_timeout_s):
+                await self._alive.wait()
+        except TimeoutError:
+            log.warning("no engine is alive", states=[status.state for status in self.statuses()])
+        living = [member for member in self._members if member.is_alive]
+        return list(await asyncio.gather(*(self._bring(member, round, wait_staged) for member in living)))
+
+    async def _bring(self, member: Member, announced: WeightRound, wait_staged: WaitStaged) -> RoundResult:
+        def changed() -> None:
+            if member.held == Held.of(announced):
+                self._seats.held = member.held
+            self._touch()
+
+        return await bring(member, announced, wait_staged, mode=self._mode, settings=self._weight_sync, on_change=changed)
+
+    # ── generation ───────────────────────────────────────────────────────────────────────────────────────────────────
 
     async def generate(self, prompt_ids: npt.NDArray[np.int32], sampling: SamplingParams, *, request_id: str) -> Generation:
-        """`agent_loop.engine.Engine`: the least loaded engine that serves; waits for one. A request whose engine died is tried
-        once more elsewhere."""
-        raise NotImplementedError
+        """`agent_loop.engine.Engine`: by the least loaded engine that serves; waits for one.
+
+        A request whose engine gave no answer is tried once more, by another engine or by the same one after its restart.
+        """
+        try:
+            return await self._generate_once(prompt_ids, sampling, request_id)
+        except EngineUnavailable as error:
+            log.warning("request is tried once more", request_id=request_id, why=str(error))
+        return await self._generate_once(prompt_ids, sampling, f"{request_id}-again")
+
+    async def _generate_once(self, prompt_ids: npt.NDArray[np.int32], sampling: SamplingParams, request_id: str) -> Generation:
+        member = await self._seats.take()
+        assert member.held is not None, f"{member.name} serves without weights"
+        try:
+            generation = await member.client.generate(
+                prompt_ids, sampling, request_id=request_id, cache_salt=member.held.cache_salt
+            )
+        except EngineUnavailable:
+            member.trouble.set()
+            raise
+        finally:
+            self._seats.give_back(member)
+        if (generation.versions == NO_VERSION).any():
+            raise BadGeneration(f"request {request_id}: {member.name} sampled with weights that no round brought")
+        self._generated_tokens += int(generation.token_ids.size)
+        return generation
+
+    # ── what is seen from outside ────────────────────────────────────────────────────────────────────────────────────
 
     def statuses(self) -> tuple[EngineStatus, ...]:
-        raise NotImplementedError
+        return tuple(member.status() for member in self._members)
 
     @property
     def policy_version(self) -> int | None:
         """The version that serving engines hold; None before the first sync."""
-        raise NotImplementedError
+        return None if self._seats.held is None else self._seats.held.policy_version
 
     @property
     def generated_tokens(self) -> int:
-        """Tokens that generate() returned since the start."""
-        raise NotImplementedError
+        """Tokens that `generate` returned since the start."""
+        return self._generated_tokens
 
-    async def close(self) -> None:
-        """Stop what was started here: SIGTERM, then SIGKILL of the process group; no process and no socket is left."""
-        raise NotImplementedError
+    def _change(self, member: Member, state: EngineState) -> None:
+        member.state = state
+        self._touch()
+
+    def _touch(self) -> None:
+        if any(member.is_alive for member in self._members):
+            self._alive.set()
+        else:
+            self._alive.clear()
+        self._seats.refresh()
+        self._on_change()
