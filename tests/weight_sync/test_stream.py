@@ -26,9 +26,7 @@ def nan_filled(num_bytes: int) -> torch.Tensor:
     return torch.full((num_bytes,), 255, dtype=torch.uint8)
 
 
-def transfer(
-    weights: Weights, *, bucket_bytes: int = 4096, dtype: torch.dtype | None = None
-) -> tuple[Weights, LoopbackSender]:
+def transfer(weights: Weights, *, bucket_bytes: int = 4096, dtype: torch.dtype | None = None) -> tuple[Weights, LoopbackSender]:
     sender = LoopbackSender(bucket_bytes)
     report = send_weights(sender, weights.items(), policy_version=3, dtype=dtype)
     receiver = LoopbackReceiver(3, list(sender.sent))
@@ -47,9 +45,7 @@ def assert_same(received: Weights, expected: Weights) -> None:
 
 
 @given(
-    st.lists(
-        st.tuples(st.lists(st.integers(0, 40), max_size=3), st.sampled_from(sorted(DTYPE_CODES, key=str))), max_size=12
-    ),
+    st.lists(st.tuples(st.lists(st.integers(0, 40), max_size=3), st.sampled_from(sorted(DTYPE_CODES, key=str))), max_size=12),
     st.integers(4096, 9000),
 )
 def test_what_is_sent_is_received(tensors: list[tuple[list[int], torch.dtype]], bucket_bytes: int) -> None:
