@@ -35,14 +35,22 @@ class FsdpPolicy:
     """Implements `trainer.policy.Policy`.
 
     model_dir: a Hugging Face directory. dtype: float32 or bfloat16, the type of compute and of exported weights. With an
-    initialized torch.distributed process group the model is sharded over all its ranks.
+    initialized torch.distributed process group the model is sharded over all its ranks. share_prefixes=False computes every
+    sequence for itself, which only comparisons want.
     """
 
     def __init__(
-        self, model_dir: Path, settings: TrainerSettings, *, dtype: torch.dtype, trust_remote_code: bool = False
+        self,
+        model_dir: Path,
+        settings: TrainerSettings,
+        *,
+        dtype: torch.dtype,
+        trust_remote_code: bool = False,
+        share_prefixes: bool = True,
     ) -> None:
         self._settings = settings
         self._dtype = dtype
+        self._share_prefixes = share_prefixes
         self._ranks = Ranks.current()
         self._device = self._ranks.device
         self._model = load_causal_model(model_dir, trust_remote_code=trust_remote_code).to(self._device)
@@ -160,6 +168,7 @@ class FsdpPolicy:
             samples,
             max_tokens=self._settings.max_tokens_per_microbatch,
             max_rows=self._shape.max_rows,
+            share_prefixes=self._share_prefixes,
             min_microbatches=self._ranks.num_ranks,
         )
         return batches[self._ranks.rank :: self._ranks.num_ranks]

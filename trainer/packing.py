@@ -59,8 +59,8 @@ def pack(
     """Cut samples into micro-batches of at most max_tokens nodes and max_rows logit rows.
 
     A single sample beyond a bound gets a micro-batch of its own. Samples without trained tokens are left out, and only tokens
-    that a trained one is predicted from are computed. min_microbatches spreads the work (over ranks): their number is a multiple
-    of it, filled up with `empty()`. Deterministic in the order of `samples`. Raises PackingError naming the rollout.
+    that a trained one is predicted from are computed. min_microbatches spreads the work (over ranks): there come a multiple of
+    it, filled up with `empty()`. Deterministic in the order of `samples`. Raises PackingError naming the rollout.
     """
     trained = [index for index, sample in enumerate(samples) if sample.loss_mask.any()]
     for index in trained:
@@ -154,8 +154,8 @@ def _forest(
         input_ids=np.concatenate([inputs[i][c:] for i, c in zip(order, shared, strict=True)]).astype(np.int64),
         position_ids=np.concatenate([np.arange(c, inputs[i].shape[0]) for i, c in zip(order, shared, strict=True)]),
         subtree_ends=ends,
-        row_nodes=np.ascontiguousarray(rows["node"]),
-        row_temperatures=np.ascontiguousarray(rows["temperature"]),
+        row_nodes=np.array(rows["node"], order="C"),
+        row_temperatures=np.array(rows["temperature"], order="C"),
         token_rows=token_rows.astype(np.int64),
         token_ids=np.concatenate(token_ids).astype(np.int64),
         token_samples=of_sample,
