@@ -39,6 +39,8 @@ class EngineState(StrEnum):
     WAITING = "waiting for weights"
     SERVING = "serving"
     UPDATING = "updating"
+    SUSPECT = "not answering"
+    """A request got no answer; nothing more is sent until a health check did."""
     DEAD = "dead"
 
 
@@ -81,7 +83,7 @@ class Member:
 
     @property
     def is_alive(self) -> bool:
-        return self.state in (EngineState.WAITING, EngineState.SERVING, EngineState.UPDATING)
+        return self.state not in (EngineState.STARTING, EngineState.DEAD)
 
     def status(self) -> EngineStatus:
         return EngineStatus(
@@ -91,6 +93,21 @@ class Member:
             num_running=self.in_flight,
             last_pause_ms=self.last_pause_ms,
         )
+
+    def suspect(self) -> None:
+        """A request got no answer: have the engine looked at before it gets another one."""
+        if self.state is EngineState.SERVING:
+            self.state = EngineState.SUSPECT
+        self.trouble.set()
+
+    def trust(self) -> None:
+        """A health check was answered."""
+        if self.state is EngineState.SUSPECT:
+            self.settle()
+
+    def settle(self) -> None:
+        """Serve if there are weights to serve."""
+        self.state = EngineState.WAITING if self.held is None else EngineState.SERVING
 
     def lose(self) -> None:
         """The process is gone, and with it the weights."""
@@ -189,7 +206,7 @@ async def _commit(
     finally:
         await asyncio.shield(_resume(member))
         member.last_pause_ms = (time.monotonic() - paused_at) * 1e3
-        member.state = EngineState.WAITING if member.held is None else EngineState.SERVING
+        member.settle()
         on_change()
     if member.held is None:
         raise EngineUnavailable(f"{member.name} loaded version {announced.policy_version} but did not resume")

@@ -33,6 +33,8 @@ CONTROL_TIMEOUT_S = 30.0
 _HEALTH_TIMEOUT_S = 10.0
 _MAX_FAILED_COMMITS = 3
 _CATCH_UP_AGAIN_S = 1.0
+_ENDING_S = 1.0
+"""An engine that closes its connections is about to end."""
 _REACH_EVERY_S = 2.0
 
 
@@ -174,13 +176,15 @@ class EnginePool:
                 await asyncio.wait((ended, trouble), return_when=asyncio.FIRST_COMPLETED)
             finally:
                 trouble.cancel()
-            if ended.done():
-                status = ended.result()
-                return f"ended with status {status}: {server.why_ended() if server is not None else ''}"
             member.trouble.clear()
+            if ended.done():
+                return _how_it_ended(member, ended.result())
             if not await member.client.is_healthy(timeout_s=_HEALTH_TIMEOUT_S):
+                await asyncio.wait((ended,), timeout=_ENDING_S)
+                if ended.done():
+                    return _how_it_ended(member, ended.result())
                 reason = f"no answer to a health check within {_HEALTH_TIMEOUT_S:g} s"
-            elif await self._catch_up(member):
+            elif await self._recover(member):
                 continue
             elif member.failed_commits < _MAX_FAILED_COMMITS:
                 await asyncio.wait((ended,), timeout=_CATCH_UP_AGAIN_S)
@@ -210,6 +214,12 @@ class EnginePool:
                 member.trouble.clear()
                 return reason
         return f"{reason} (started again {member.restarts} times, engine.max_restarts={self._settings.max_restarts})"
+
+    async def _recover(self, member: Member) -> bool:
+        """It answers: let it go on, with the newest weights; False if it did not take them."""
+        member.trust()
+        self._touch()
+        return await self._catch_up(member)
 
     async def _catch_up(self, member: Member) -> bool:
         """Bring the newest round to an engine that lacks it; True if it has it now."""
@@ -279,7 +289,8 @@ class EnginePool:
                 prompt_ids, sampling, request_id=request_id, cache_salt=member.held.cache_salt
             )
         except EngineUnavailable:
-            member.trouble.set()
+            member.suspect()
+            self._touch()
             raise
         finally:
             self._seats.give_back(member)
@@ -314,3 +325,8 @@ class EnginePool:
             self._alive.clear()
         self._seats.refresh()
         self._on_change()
+
+
+def _how_it_ended(member: Member, status: object) -> str:
+    words = "" if member.server is None else f": {member.server.why_ended()}"
+    return f"ended with status {status}{words}"

@@ -14,7 +14,7 @@ from rollouter.engine_member import EngineState, Held, Member
 
 
 def least_loaded(members: Sequence[Member], held: Held | None) -> Member | None:
-    """The serving engine that holds `held` and has the smallest share of its seats taken, if one is free; the first of equals."""
+    """The serving engine that holds `held` and has the smallest share of its seats taken, if it has a free one."""
     free = [
         member
         for member in members
