@@ -37,12 +37,13 @@ def guarded(address: str) -> Iterator[None]:
         lock_path = path.with_name(path.name + ".lock")
         descriptor = _locked(lock_path, address)
         try:
-            if _answers(path):
-                raise AddressInUse(f"{address}: another process listens there")
+            _check_unused(path)
             path.unlink(missing_ok=True)
-            yield
+            try:
+                yield
+            finally:
+                path.unlink(missing_ok=True)
         finally:
-            path.unlink(missing_ok=True)
             lock_path.unlink(missing_ok=True)
             os.close(descriptor)
     else:
@@ -65,16 +66,21 @@ def _locked(lock_path: Path, address: str) -> int:
         os.close(descriptor)
 
 
-def _answers(path: Path) -> bool:
+def _check_unused(path: Path) -> None:
+    """Raise AddressInUse unless there is nothing at `path`, or a socket that nobody serves any more."""
+    if not path.exists():
+        return
+    if not path.is_socket():
+        raise AddressInUse(f"ipc://{path}: there is a file that is no socket")
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         probe.settimeout(1.0)
         try:
             probe.connect(os.fspath(path))
         except (FileNotFoundError, ConnectionRefusedError):
-            return False
+            return
         except OSError as error:
             raise AddressInUse(f"ipc://{path}: {error.strerror or error}") from error
-        return True
+    raise AddressInUse(f"ipc://{path}: another process listens there")
 
 
 def _check_loopback(address: str) -> None:

@@ -200,7 +200,8 @@ class ZmqHub:
             self._inbox.count_rejected()
         source = client.name if client is not None else f"unknown client {event.peer.hex()}"
         path = self._quarantine.keep([bytes(frame) for frame in event.frames], event.error, source)
-        log.warning("message rejected", source=source, seq=event.seq, error=event.error, kept=str(path) if path else "no room")
+        tell = log.debug if path is None else log.warning  # one line for each that is kept: a flood does not fill the log too
+        tell("message rejected", source=source, seq=event.seq, error=event.error, kept=str(path))
 
     def _take_control(self, peer: bytes, message: Control) -> None:
         client = self._clients.at(peer)

@@ -1,8 +1,8 @@
 """A process with one end of the bus, for tests that stop and kill it.
 
-python -m tests.sample_bus.child hub ADDRESS INCARNATION          leases and never acknowledges, says each sample's task_id
-python -m tests.sample_bus.child rollouter ADDRESS NAME NUMBER SIZE  offers NUMBER samples of SIZE tokens, says `offered`, then waits
-python -m tests.sample_bus.child burst ADDRESS NAME NUMBER SIZE      the same, but exits at once after the last offer, saying nothing
+python -m tests.sample_bus.child hub ADDRESS INCARNATION             leases, never acknowledges, says each task_id
+python -m tests.sample_bus.child rollouter ADDRESS NAME NUMBER SIZE  offers NUMBER samples of SIZE tokens, says `offered`, stays
+python -m tests.sample_bus.child burst ADDRESS NAME NUMBER SIZE      the same, but exits at once after the last offer
 """
 
 from __future__ import annotations

@@ -64,7 +64,7 @@ async def pair(address: str, **changes: Any) -> AsyncIterator[tuple[Hub, Link]]:
 async def until(condition: Callable[[], bool]) -> None:
     """Wait for something that another thread or process brings about."""
     async with asyncio.timeout(HANG_S):
-        while not condition():
+        while not condition():  # noqa: ASYNC110 - nothing tells of it
             await asyncio.sleep(0.01)
 
 

@@ -181,7 +181,9 @@ async def test_lease_that_is_cancelled_takes_no_sample_away(address: str) -> Non
             for _ in range(pauses % 8):
                 await asyncio.sleep(0.0002)
             impatient.cancel()
-            taken += [leased for leased in await asyncio.gather(impatient, return_exceptions=True) if isinstance(leased, Leased)]
+            taken += [
+                leased for leased in await asyncio.gather(impatient, return_exceptions=True) if isinstance(leased, Leased)
+            ]
             await soon(offer)
         while len(taken) < 40:
             taken.append(await soon(hub.lease()))
@@ -197,7 +199,14 @@ async def test_closing_the_hub_ends_a_waiting_lease(address: str) -> None:
 
 
 async def test_garbage_is_counted_and_kept_and_the_stream_goes_on(address: str) -> None:
-    garbage: list[list[bytes]] = [[b""], [b"\xc1"], [b"\x00" * 1000], [b"\x91\x0b", b"x"], [b"\x92\x0b\x00"], [b"\x92\x0b\xff", b"y"]]
+    garbage: list[list[bytes]] = [
+        [b""],
+        [b"\xc1"],
+        [b"\x00" * 1000],
+        [b"\x91\x0b", b"x"],
+        [b"\x92\x0b\x00"],
+        [b"\x92\x0b\xff", b"y"],
+    ]
     noise = random.Random(1)
     garbage += [[noise.randbytes(noise.randrange(1, 60)) for _ in range(noise.randrange(1, 4))] for _ in range(100)]
     async with pair(address) as (hub, link):
