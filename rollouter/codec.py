@@ -6,7 +6,9 @@ decoded.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, Protocol, cast
 
 import numpy as np
@@ -18,6 +20,9 @@ from rollouter.tasks import Message
 
 UNKNOWN_TOKEN_TEXT = "\N{REPLACEMENT CHARACTER}"
 """What an id beyond the tokenizer's vocabulary reads as."""
+
+
+_GENERIC_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")
 
 
 class Tokenizer(Protocol):
@@ -91,10 +96,28 @@ def load_codec(model_dir: str, *, trust_remote_code: bool) -> Codec:
 
     Raises ConfigError when there is none.
     """
-    from transformers import AutoTokenizer
-
+    directory = Path(model_dir)
+    if directory.is_dir() and not any(file.name.startswith(("tokenizer", "vocab")) for file in directory.iterdir()):
+        raise ConfigError(f"{model_dir}: no tokenizer can be loaded: the directory has no file of one")
     try:
-        tokenizer = AutoTokenizer.from_pretrained(model_dir, trust_remote_code=trust_remote_code)
+        if _is_plain(directory):
+            from transformers import PreTrainedTokenizerFast
+
+            tokenizer = PreTrainedTokenizerFast.from_pretrained(model_dir)
+        else:
+            from transformers import AutoTokenizer
+
+            tokenizer = AutoTokenizer.from_pretrained(model_dir, trust_remote_code=trust_remote_code)
     except (OSError, ValueError) as error:
         raise ConfigError(f"{model_dir}: no tokenizer can be loaded: {' '.join(str(error).split())}") from error
     return Codec(cast(Tokenizer, tokenizer))
+
+
+def _is_plain(directory: Path) -> bool:
+    """Whether the tokenizer needs no class of its own. `AutoTokenizer` would take the same generic one, but its module imports
+    torch, which costs a rollouter seconds and hundreds of megabytes."""
+    config = directory / "tokenizer_config.json"
+    if not (directory / "tokenizer.json").is_file() or not config.is_file():
+        return False
+    found = json.loads(config.read_text(encoding="utf-8"))
+    return found.get("tokenizer_class") in _GENERIC_CLASSES and "auto_map" not in found

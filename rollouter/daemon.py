@@ -25,7 +25,7 @@ from rollouter.engine_pool import EnginePool
 from rollouter.engines import EngineFleet
 from rollouter.errors import TrainerFailed
 from rollouter.pipeline import Pipeline
-from rollouter.prompts import prepare
+from rollouter.prompts import Prompts, prepare
 from rollouter.scoring import reward_of
 from rollouter.tasks import Row, load_rows
 from sample_bus.errors import BusError, Ended, PeerLost
@@ -176,23 +176,21 @@ class RollouterDaemon:
         await link.wait_connected(bus.connect_timeout_s)
         model_dir, dtype = await self._wait_for_model(link, pipeline)
         pipeline.enter(RollouterState.STARTING, "loading the tokenizer and the tasks")
-        codec = await asyncio.to_thread(self._codec_of, model_dir)
-        settings = self._settings
-        prompts = await asyncio.to_thread(
-            prepare,
-            self._user.rows,
-            settings.data,
-            codec,
-            seed=settings.seed,
-            max_prompt_tokens=min(
-                settings.data.max_prompt_tokens, settings.engine.max_model_len - settings.sampling.max_tokens
-            ),
-        )
-        pipeline.build(prompts, codec)
-        pipeline.enter(RollouterState.STARTING_ENGINES, f"{len(settings.engine.urls) or settings.engine.num_engines} engines")
+        pipeline.build(*await asyncio.to_thread(self._prepare, model_dir))
+        engines = len(self._settings.engine.urls) or self._settings.engine.num_engines
+        pipeline.enter(RollouterState.STARTING_ENGINES, f"{engines} engines")
         await self._fleet.start(model_dir, dtype)
         pipeline.enter(None, "")
         await pipeline.run()
+
+    def _prepare(self, model_dir: str) -> tuple[Prompts, Codec]:
+        """Blocking: the tokenizer, and the tasks encoded with it."""
+        settings = self._settings
+        codec = self._codec_of(model_dir)
+        room = settings.engine.max_model_len - settings.sampling.max_tokens
+        max_prompt_tokens = min(settings.data.max_prompt_tokens, room)
+        prompts = prepare(self._user.rows, settings.data, codec, seed=settings.seed, max_prompt_tokens=max_prompt_tokens)
+        return prompts, codec
 
     async def _wait_for_model(self, link: Link, pipeline: Pipeline) -> tuple[str, str]:
         pipeline.enter(RollouterState.STARTING, "waiting for the trainer to prepare the model")

@@ -121,7 +121,7 @@ class StandInTrainer:
             ),
         )
 
-    async def publish(self, policy_version: int) -> None:
+    async def publish(self, policy_version: int, *, staged: dict[str, str] | None = None) -> None:
         """Announce a version, then say so."""
         self.round = WeightRound(
             policy_version=policy_version,
@@ -131,6 +131,7 @@ class StandInTrainer:
             num_tensors=1,
             total_bytes=1,
             announced_at=0.0,
+            staged=staged or {},
         )
         await self.hub.publish("round", self.round)
         self.policy_version = policy_version

@@ -6,11 +6,21 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import structlog
 
 from rollouter.cli import main
+
+
+@pytest.fixture(autouse=True)
+def _logs_as_before() -> Iterator[None]:
+    """The command sets logging up on this test's stderr, which is closed afterwards."""
+    yield
+    structlog.reset_defaults()
+    structlog.contextvars.clear_contextvars()
 
 
 def test_help_lists_every_kind_of_setting(capsys: pytest.CaptureFixture[str]) -> None:

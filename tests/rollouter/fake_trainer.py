@@ -1,0 +1,28 @@
+"""A trainer as a process that may be killed: `python -m tests.rollouter.fake_trainer ADDRESS RUN_DIR INCARNATION VERSION`.
+
+Publishes one version, then prints a line for each step of samples that it trained.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from pathlib import Path
+
+from tests.rollouter.stand_in import make_settings, stand_in_trainer
+
+
+async def serve(address: str, run_dir: str, incarnation: str, version: int) -> None:
+    settings = make_settings(Path(run_dir), bus__address=address, bus__on_lost="wait")
+    async with stand_in_trainer(settings, incarnation=incarnation, origin_version=version) as trainer:
+        await trainer.begin()
+        await trainer.publish(version, staged={"engine-0": f"engine-0-{1 if incarnation == 'first' else 2}"})
+        while True:
+            samples = await trainer.train(settings.samples_per_step)
+            versions = sorted({(sample.incarnation, sample.oldest_version) for sample in samples})
+            sys.stdout.write(f"trained {len(samples)} {versions}\n")
+            sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    asyncio.run(serve(sys.argv[1], sys.argv[2], sys.argv[3], int(sys.argv[4])))
