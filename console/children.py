@@ -56,7 +56,7 @@ class Child:
                 stderr=subprocess.STDOUT,
                 env=dict(environment),
                 process_group=0,
-                preexec_fn=_die_with(os.getpid()),
+                preexec_fn=die_with(os.getpid()),
             )
         self._loop = asyncio.get_running_loop()
         self._exited: asyncio.Future[int] = self._loop.create_future()
@@ -121,8 +121,8 @@ async def _first_of(*waits: Coroutine[Any, Any, object], timeout_s: float) -> No
             task.cancel()
 
 
-def _die_with(parent: int) -> Callable[[], None]:
-    """What the child runs before its program: ask the kernel for SIGTERM at the parent's death, and end if that has been."""
+def die_with(parent: int) -> Callable[[], None]:
+    """What a child process runs before its program: ask the kernel for SIGTERM at the parent's death, and end if it is dead."""
 
     def prepare() -> None:
         _prctl(_PR_SET_PDEATHSIG, int(signal.SIGTERM))
