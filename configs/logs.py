@@ -18,6 +18,7 @@ def set_up(settings: LoggingSettings, *, daemon: str, stream: TextIO | None = No
     as_json = settings.format == "json" or (settings.format == "auto" and not out.isatty())
     shared: list[Any] = [
         structlog.contextvars.merge_contextvars,
+        _name(daemon),
         structlog.processors.add_log_level,
         structlog.processors.TimeStamper(fmt="iso", utc=True),
     ]
@@ -31,8 +32,14 @@ def set_up(settings: LoggingSettings, *, daemon: str, stream: TextIO | None = No
         logger_factory=structlog.PrintLoggerFactory(out),
         cache_logger_on_first_use=False,
     )
-    structlog.contextvars.clear_contextvars()
-    structlog.contextvars.bind_contextvars(daemon=daemon)
+
+
+def _name(daemon: str) -> Any:
+    def add(_logger: Any, _method: str, event: dict[str, Any]) -> dict[str, Any]:
+        event.setdefault("daemon", daemon)
+        return event
+
+    return add
 
 
 def _json(event: Any, **_: Any) -> str:

@@ -11,6 +11,7 @@ import structlog
 from configs.command import parse
 from configs.errors import ConfigError
 from configs.logs import set_up
+from trainer.process import leave, set_up_process
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -21,20 +22,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         description="Headrace's trainer: takes samples from the bus, trains the model, publishes policy versions.",
     )
     set_up(settings.logging, daemon="trainer")
-    from trainer.daemon import run, set_up_process
-
+    log = structlog.get_logger()
     try:
         set_up_process(settings)
+        from trainer.daemon import run
+
         asyncio.run(run(settings))
     except ConfigError as error:
         sys.stderr.write(f"trainer: error: {error}\n")
-        return 2
-    except Exception as error:  # noqa: BLE001 - the process ends here, with one line that says why
-        structlog.get_logger().error(
-            "trainer failed", error=f"{type(error).__name__}: {error}", exc_info=settings.logging.level == "debug"
-        )
-        return 1
-    return 0
+        return leave(2)
+    except Exception as error:
+        log.error("trainer failed", error=f"{type(error).__name__}: {error}", exc_info=settings.logging.level == "debug")
+        return leave(1)
+    return leave(0)
 
 
 if __name__ == "__main__":

@@ -8,19 +8,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import secrets
 import signal
 import time
 from collections.abc import Awaitable, Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import asdict
 from typing import TypeVar
 
 import structlog
 
-from configs.cpu import core_shares, pin
-from configs.gpu import VISIBLE, gpu_shares, visible_gpus
 from configs.live import LiveSettings
 from configs.loader import dump
 from configs.paths import bus_address, socket_dir
@@ -47,6 +44,8 @@ from trainer.errors import TrainerError
 from trainer.evaluations import Evaluations
 from trainer.intake import Intake
 from trainer.loop import TrainingLoop
+from trainer.policy import Policy
+from trainer.process import TRAINING_THREAD
 from trainer.publisher import Publisher
 from trainer.status import StatusBoard
 from trainer.tracking import Tracker, open_tracker
@@ -58,6 +57,10 @@ _WAIT_LINE_EVERY_S = 10.0
 _GOODBYE_TIMEOUT_S = 10.0
 _KEPT_CHANGES = 100
 _STOPPED_AT_ONCE = "stopped at once"
+
+
+class _DrainedAtStart(Exception):
+    """Raised when draining is asked for before training has begun."""
 
 
 class RolloutFailed(TrainerError):
@@ -112,6 +115,7 @@ class TrainerDaemon:
         self._board = StatusBoard(
             hub, self._clock, incarnation=incarnation, num_steps=settings.num_steps, counts=self._intake.counts
         )
+        self._training = False
         self._rollouter_failed: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         hub.handle("settings.set", ChangeSettings, self._change_settings)
         hub.handle("rollout.failed", RolloutDropped, self._close_group)
@@ -122,14 +126,20 @@ class TrainerDaemon:
         await self._hub.publish("settings", self._settings_state())
         await self._board.flush()
         end = EndOfRun(reason=EndReason.STOPPED, message=_STOPPED_AT_ONCE)
+        executor = ThreadPoolExecutor(1, thread_name_prefix=TRAINING_THREAD)
         try:
             async with asyncio.TaskGroup() as tasks:
                 side = [
                     tasks.create_task(work)
-                    for work in (self._board.run(), self._watch_rollouter(), self._say_what_is_awaited())
+                    for work in (
+                        self._board.run(),
+                        self._watch_rollouter(),
+                        self._say_what_is_awaited(),
+                        self._end_when_drained_at_start(),
+                    )
                 ]
                 try:
-                    await self._train(tasks)
+                    await self._train(tasks, executor)
                 finally:
                     for task in side:
                         task.cancel()
@@ -140,71 +150,87 @@ class TrainerDaemon:
             )
         except* asyncio.CancelledError:
             raise
+        except* _DrainedAtStart:
+            end = EndOfRun(reason=EndReason.STOPPED, message="drained on request before the first step")
         except* Exception as failures:  # noqa: BLE001 - told to everyone on topic `end`, then raised
             first = _first(failures)
             end = EndOfRun(reason=EndReason.FAILED, message=f"{type(first).__name__}: {first}")
             raise first from first.__cause__
         finally:
+            executor.shutdown(wait=False, cancel_futures=True)
             await asyncio.shield(self._say_goodbye(end))
 
-    async def _train(self, tasks: asyncio.TaskGroup) -> None:
+    async def _end_when_drained_at_start(self) -> None:
+        """Nothing is in flight before training begins: draining then is stopping."""
+        await self._drain.wait()
+        if not self._training:
+            raise _DrainedAtStart
+
+    async def _train(self, tasks: asyncio.TaskGroup, executor: Executor) -> None:
         settings = self._settings
+        loop = asyncio.get_running_loop()
+
+        def in_thread(function: Callable[[], R]) -> asyncio.Future[R]:
+            return loop.run_in_executor(executor, function)
+
         self._board.enter(TrainerState.STARTING, f"preparing model {settings.model.source}")
-        with ThreadPoolExecutor(1, thread_name_prefix="train") as executor:
-            loop = asyncio.get_running_loop()
+        from trainer.models import prepare_model
 
-            def in_thread(function: Callable[[], R]) -> asyncio.Future[R]:
-                return loop.run_in_executor(executor, function)
+        prepared = await in_thread(lambda: prepare_model(settings))
+        self._board.set(model_dir=str(prepared.model_dir), model_dtype=str(prepared.dtype).removeprefix("torch."))
+        self._board.enter(TrainerState.STARTING, "loading the model")
+        from trainer.fsdp import FsdpPolicy
 
-            from trainer.models import prepare_model
-
-            prepared = await in_thread(lambda: prepare_model(settings))
-            self._board.set(model_dir=str(prepared.model_dir), model_dtype=str(prepared.dtype).removeprefix("torch."))
-            self._board.enter(TrainerState.STARTING, "loading the model")
-            from trainer.fsdp import FsdpPolicy
-
-            policy = await in_thread(lambda: FsdpPolicy(prepared.model_dir, settings.trainer, dtype=prepared.dtype))
-            step, version = await in_thread(lambda: self._resume(policy))
-            self._board.set(origin_version=version, policy_version=version, step=step)
-            self._hub.set_origin(version)
-            tracker: Tracker = await asyncio.to_thread(
-                lambda: open_tracker(
-                    settings.tracking,
-                    run_dir=settings.run_dir,
-                    name=settings.name,
-                    incarnation=self._incarnation,
-                    config=dump(settings),
-                )
-            )
-            publisher = Publisher(
-                self._hub,
-                settings.weight_sync,
-                incarnation=self._incarnation,
-                socket_dir=socket_dir(settings),
+        policy = await in_thread(
+            lambda: FsdpPolicy(
+                prepared.model_dir,
+                settings.trainer,
                 dtype=prepared.dtype,
-                loop=loop,
+                trust_remote_code=settings.model.trust_remote_code,
             )
-            try:
-                with publisher:
-                    evaluations = Evaluations(self._hub, self._board, tracker)
-                    training = TrainingLoop(
-                        settings,
-                        self._live,
-                        policy,
-                        intake=self._intake,
-                        publisher=publisher,
-                        evaluations=evaluations,
-                        board=self._board,
-                        clock=self._clock,
-                        tracker=tracker,
-                        executor=executor,
-                        first_step=step,
-                        policy_version=version,
-                        drain=self._drain,
-                    )
-                    await self._follow(training, evaluations, tasks)
-            finally:
-                await asyncio.to_thread(tracker.close)
+        )
+        step, version = await in_thread(lambda: self._resume(policy))
+        self._board.set(origin_version=version, policy_version=version, step=step)
+        self._hub.set_origin(version)
+        tracker: Tracker = await asyncio.to_thread(
+            lambda: open_tracker(
+                settings.tracking,
+                run_dir=settings.run_dir,
+                name=settings.name,
+                incarnation=self._incarnation,
+                config=dump(settings),
+            )
+        )
+        publisher = Publisher(
+            self._hub,
+            settings.weight_sync,
+            incarnation=self._incarnation,
+            socket_dir=socket_dir(settings),
+            dtype=prepared.dtype,
+            loop=loop,
+        )
+        try:
+            with publisher:
+                evaluations = Evaluations(self._hub, self._board, tracker)
+                training = TrainingLoop(
+                    settings,
+                    self._live,
+                    policy,
+                    intake=self._intake,
+                    publisher=publisher,
+                    evaluations=evaluations,
+                    board=self._board,
+                    clock=self._clock,
+                    tracker=tracker,
+                    executor=executor,
+                    first_step=step,
+                    policy_version=version,
+                    drain=self._drain,
+                )
+                self._training = True
+                await self._follow(training, evaluations, tasks)
+        finally:
+            await asyncio.to_thread(tracker.close)
 
     async def _follow(self, training: TrainingLoop, evaluations: Evaluations, tasks: asyncio.TaskGroup) -> None:
         """From the first published version to the last settled sample."""
@@ -234,7 +260,7 @@ class TrainerDaemon:
         finally:
             running.cancel()
 
-    def _resume(self, policy: object) -> tuple[int, int]:
+    def _resume(self, policy: Policy) -> tuple[int, int]:
         from trainer.checkpoint import resume
 
         state = resume(self._settings.run_dir / "checkpoints", policy, mode=self._settings.checkpoint.resume)
@@ -354,18 +380,3 @@ def _first(failures: BaseExceptionGroup[Exception]) -> Exception:
         first = first.exceptions[0]
     assert isinstance(first, Exception)
     return first
-
-
-def set_up_process(settings: Settings) -> None:
-    """Before torch is imported: the trainer's GPU, or its cores and threads on a CPU machine.
-
-    Raises ConfigError when the GPUs do not go round.
-    """
-    shares = gpu_shares(visible_gpus(), num_engines=settings.engine.num_engines)
-    if shares is not None:
-        os.environ[VISIBLE] = shares.trainer
-        return
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-    cores = core_shares().trainer
-    os.environ.setdefault("OMP_NUM_THREADS", str(settings.trainer.num_threads or len(cores)))
-    pin(cores)

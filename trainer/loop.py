@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +52,7 @@ class TrainingLoop:
         board: StatusBoard,
         clock: ActivityClock,
         tracker: Tracker,
-        executor: ThreadPoolExecutor,
+        executor: Executor,
         first_step: int,
         policy_version: int,
         drain: asyncio.Event,

@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol, TextIO
+from typing import Any, Literal, Protocol, TextIO
 
 import orjson
 import structlog
@@ -124,7 +124,7 @@ class WeightsAndBiases:
     def __init__(self, directory: Path, *, project: str, name: str, config: Mapping[str, Any]) -> None:
         import wandb
 
-        mode = "online" if os.environ.get("WANDB_API_KEY") else "offline"
+        mode: Literal["online", "offline"] = "online" if os.environ.get("WANDB_API_KEY") else "offline"
         directory.mkdir(parents=True, exist_ok=True)
         self._run = wandb.init(
             project=project,
