@@ -194,7 +194,7 @@ class Settings(Section):
     on_stale: Literal["drop"] = Field("drop", description="What happens to a sample beyond max_staleness.")
     partial_rollout: Literal["keep", "recompute", "finish"] = Field(
         "keep",
-        description="Requests in flight at a weight sync: go on with their KV cache, go on with it recomputed, or finish first.",
+        description="Requests in flight at a sync: go on with their KV cache, go on with it recomputed, or finish first.",
     )
     model: ModelSettings = ModelSettings()
     data: DataSettings = DataSettings()
