@@ -19,6 +19,7 @@ STAND_IN_LOGPROB = -9999.0
 """What vLLM sends for a log-probability that is NaN, -inf or not there."""
 UNLABELLED = "default"
 """vLLM's weight version before the first update."""
+_LARGEST = int(np.iinfo(np.int32).max)
 _ENDS: dict[str, TurnEnd] = {"stop": "stop", "length": "length", "abort": "abort"}
 
 
@@ -50,11 +51,10 @@ def decode_response(body: bytes, *, request_id: str) -> Generation:
     """The one generation of a response. Raises BadGeneration naming what is wrong."""
     choice = decode_choice(body, request_id=request_id)
     token_ids = _integers(choice.get("token_ids"), "token_ids", request_id)
-    end = _ENDS.get(str(choice.get("finish_reason")))
+    reason = choice.get("finish_reason")
+    end = _ENDS.get(reason) if isinstance(reason, str) else None
     if end is None:
-        raise BadGeneration(
-            f"request {request_id}: got finish_reason {choice.get('finish_reason')!r}, expected one of {list(_ENDS)}"
-        )
+        raise BadGeneration(f"request {request_id}: got finish_reason {reason!r}, expected one of {list(_ENDS)}")
     starts, versions = _version_runs(choice.get("weight_versions"), len(token_ids), request_id)
     generation = Generation(
         token_ids=np.array(token_ids, np.int32),
@@ -81,8 +81,8 @@ def decode_choice(body: bytes, *, request_id: str) -> dict[str, Any]:
 
 
 def _integers(value: Any, name: str, request_id: str) -> list[int]:
-    if not isinstance(value, list) or not all(type(item) is int for item in value):
-        raise BadGeneration(f"request {request_id}: got {str(value)[:200]} as {name}, expected a list of integers")
+    if not isinstance(value, list) or not all(type(item) is int and 0 <= item <= _LARGEST for item in value):
+        raise BadGeneration(f"request {request_id}: got {str(value)[:200]} as {name}, expected a list of token ids")
     return value
 
 
@@ -99,11 +99,11 @@ def _logprobs(value: Any, token_ids: list[int], request_id: str) -> list[float]:
 
 def _logprob_of(token: int, entry: Any, at: int, request_id: str) -> float:
     """The sampled token's own entry: the position's, or one of its alternatives, whichever bears the token's id."""
-    candidates = [entry, *(entry.get("top_logprobs") or ())] if isinstance(entry, dict) else []
-    for candidate in candidates:
-        if candidate.get("token_id") == token:
+    alternatives = entry.get("top_logprobs") if isinstance(entry, dict) else None
+    for candidate in (entry, *(alternatives if isinstance(alternatives, list) else ())):
+        if isinstance(candidate, dict) and candidate.get("token_id") == token:
             logprob = candidate.get("logprob")
-            if isinstance(logprob, (int, float)) and logprob > STAND_IN_LOGPROB:
+            if type(logprob) in (int, float) and logprob > STAND_IN_LOGPROB:
                 return float(logprob)
             raise BadGeneration(f"request {request_id}: got logprob {logprob} at token {at}, expected a finite number")
     raise BadGeneration(f"request {request_id}: got no logprob for token {at} (id {token}) in {str(entry)[:200]}")
@@ -118,15 +118,16 @@ def _version_runs(value: Any, num_tokens: int, request_id: str) -> tuple[list[in
     versions: list[int] = []
     end = 0
     for span in value:
-        if span["start"] == span["end"]:
-            continue
-        if span["start"] != end or span["end"] < end:
+        start, stop = (span.get("start"), span.get("end")) if isinstance(span, dict) else (None, None)
+        if type(start) is not int or type(stop) is not int or start != end or stop < start:
             raise BadGeneration(f"request {request_id}: got weight_versions {value}, expected spans without gap or overlap")
-        version = _version_of(span["version"], request_id)
+        if stop == start:
+            continue
+        version = _version_of(span.get("version"), request_id)
         if not versions or versions[-1] != version:
             starts.append(end)
             versions.append(version)
-        end = span["end"]
+        end = stop
     if end != num_tokens:
         raise BadGeneration(f"request {request_id}: got weight_versions up to token {end}, expected up to {num_tokens}")
     return starts, versions
@@ -135,6 +136,6 @@ def _version_runs(value: Any, num_tokens: int, request_id: str) -> tuple[list[in
 def _version_of(label: Any, request_id: str) -> int:
     if label == UNLABELLED:
         return NO_VERSION
-    if isinstance(label, str) and label.isdecimal():
+    if isinstance(label, str) and label.isdecimal() and int(label) <= _LARGEST:
         return int(label)
     raise BadGeneration(f"request {request_id}: got weight version {label!r}, expected a policy version or {UNLABELLED!r}")

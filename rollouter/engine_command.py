@@ -46,6 +46,7 @@ def server_arguments(settings: EngineSettings, *, model_dir: str, dtype: str, so
         *("--model", model_dir, "--served-model-name", "policy", "--dtype", dtype, "--uds", str(socket)),
         *("--max-model-len", str(settings.max_model_len), "--max-num-seqs", str(settings.max_num_seqs)),
         *("--logprobs-mode", "processed_logprobs", "--generation-config", "vllm", "--enable-scale-out"),
+        "--skip-tokenizer-init",  # ids only; the stop tokens come with each request
         *("--worker-extension-cls", WORKER_EXTENSION),
         *("--weight-transfer-config", json.dumps({"backend": WEIGHT_BACKEND})),
         *("--disable-log-stats", "--disable-uvicorn-access-log", "--uvicorn-log-level", "warning", "--disable-fastapi-docs"),
