@@ -9,8 +9,8 @@ from __future__ import annotations
 import asyncio
 import secrets
 import signal
-from collections.abc import Callable, Coroutine
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Protocol
 
 import structlog
 
@@ -126,9 +126,8 @@ class RollouterDaemon:
         self._codec_of = codec_of
         self._drain = drain
         self._pipeline: Pipeline | None = None
-        self._catch_ups: set[asyncio.Task[None]] = set()
         self._link: Link | None = None
-        self._fleet = open_fleet(settings, on_change=self._touch, on_round_result=self._report_later)
+        self._fleet = open_fleet(settings, on_change=self._touch, on_round_result=self._catch_up)
 
     async def run(self) -> None:
         """Everything from the first greeting to the last engine's end."""
@@ -174,6 +173,7 @@ class RollouterDaemon:
         bus = self._settings.bus
         pipeline.enter(RollouterState.STARTING, "waiting for the trainer")
         await link.wait_connected(bus.connect_timeout_s)
+        await self._fleet.launch()
         model_dir, dtype = await self._wait_for_model(link, pipeline)
         pipeline.enter(RollouterState.STARTING, "loading the tokenizer and the tasks")
         pipeline.build(*await asyncio.to_thread(self._prepare, model_dir))
@@ -291,21 +291,9 @@ class RollouterDaemon:
         if self._pipeline is not None:
             self._pipeline.board.change()
 
-    def _report_later(self, result: RoundResult) -> None:
-        """An engine that was restarted has caught up, or failed to."""
-        self._spawn(self._report(result))
-
-    async def _report(self, result: RoundResult) -> None:
-        try:
-            if self._link is not None:
-                await self._link.request("round.result", result, Accepted)
-        except BusError as error:
-            log.warning("catch-up not reported", engine=result.engine, why=str(error))
-
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.get_running_loop().create_task(work)
-        self._catch_ups.add(task)
-        task.add_done_callback(self._catch_ups.discard)
+    def _catch_up(self, result: RoundResult) -> None:
+        if self._pipeline is not None:
+            self._pipeline.take_catch_up(result)
 
 
 def first_of(failures: BaseExceptionGroup[Exception]) -> Exception:

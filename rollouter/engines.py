@@ -15,6 +15,10 @@ WaitStaged = Callable[[WeightRound, str, str], Awaitable[None]]
 class EngineFleet(Engine, Protocol):
     """All engines of this rollouter, kept at one policy version and used as one."""
 
+    async def launch(self) -> None:
+        """Let the engines get ready for `start` as far as they can without knowing the model."""
+        ...
+
     async def start(self, model_dir: str, dtype: str) -> None:
         """Start or reach all engines; afterwards each waits for its first weights."""
         ...

@@ -1,11 +1,12 @@
 """Following policy versions: each announced round is brought to the engines, and the trainer hears how it ended.
 
-Invariant: a version counts as held only after engines confirmed it; a failed round leaves the older one in force and is tried
-again, a bounded number of times. Only the newest round matters: those in between are skipped.
+Invariant: a version counts as held only after an engine confirmed it; a failed round leaves the older one in force until the
+engines have caught up by themselves, within a deadline. Only the newest round matters: those in between are skipped.
 """
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 
 import structlog
@@ -18,8 +19,6 @@ from sample_bus.messages import RoundResult, WeightRound
 from sample_bus.protocols import Control
 
 log = structlog.get_logger()
-
-MAX_TRIES = 3
 
 
 class Overtaken(Exception):
@@ -39,19 +38,25 @@ class Follower:
         engines: EngineFleet,
         control: Control,
         reports: Reports,
+        catch_up_timeout_s: float,
         on_announced: Callable[[WeightRound], None] = lambda round: None,
         on_held: Callable[[HeldVersion | None], None] = lambda held: None,
         on_change: Callable[[], None] = lambda: None,
     ) -> None:
-        """`on_announced` runs before the engines are touched: what is hopeless under the new version is cancelled there."""
+        """`catch_up_timeout_s`: how long after a failed round the engines may take to catch up. `on_announced` runs before the
+        engines are touched: what is hopeless under the new version is cancelled there."""
         self._engines = engines
         self._control = control
         self._reports = reports
+        self._catch_up_timeout_s = catch_up_timeout_s
         self._on_announced = on_announced
         self._on_held = on_held
         self._on_change = on_change
         self.is_syncing = False
         self.held: HeldVersion | None = None
+        self._announced: WeightRound | None = None
+        self._caught_up = asyncio.Event()
+        self._unreported: asyncio.Queue[RoundResult] = asyncio.Queue()
 
     async def run(self) -> None:
         """Follow until cancelled. Raises RoundFailed when no engine takes a version, RequestFailed when nobody hears of it."""
@@ -62,6 +67,20 @@ class Follower:
             if self.held is not None and self.held.incarnation != announced.incarnation:
                 self._hold(None)
             await self._bring(announced)
+
+    def take_catch_up(self, result: RoundResult) -> None:
+        """An engine has caught up with the newest round by itself, or has failed to."""
+        log.info("engine caught up" if result.committed else "engine did not catch up", **_short(result))
+        self._unreported.put_nowait(result)
+        announced = self._announced
+        if result.committed and announced is not None and announced.policy_version == result.policy_version:
+            self._hold(_version_of(announced))
+            self._caught_up.set()
+
+    async def report_catch_ups(self) -> None:
+        """Tell the trainer of them. Never returns."""
+        while True:
+            await self._reports.send("round.result", await self._unreported.get())
 
     async def wait_staged(self, announced: WeightRound, engine: str, nonce: str) -> None:
         """Returns once the trainer says that this staging is complete. Raises StagingFailed, Overtaken."""
@@ -74,22 +93,35 @@ class Follower:
                 return
 
     async def _bring(self, announced: WeightRound) -> None:
-        """Bring the engines to `announced`, or to a newer round that overtakes it meanwhile."""
-        for attempt in range(1, MAX_TRIES + 1):
-            results = await self._sync(announced)
-            committed = any(result.committed for result in results)
-            if committed:
-                self._hold(_version_of(announced))
-            for result in results:
-                await self._reports.send("round.result", result)
-            if committed:
-                return
-            newest = self._control.get("round", WeightRound)
-            if newest is not None and _version_of(newest) != _version_of(announced):
-                return
-            why = "; ".join(f"{result.engine}: {result.message}" for result in results) or "no engine is alive"
-            log.warning("round failed", policy_version=announced.policy_version, attempt=attempt, why=why)
-        raise RoundFailed(f"no engine took version {announced.policy_version} in {MAX_TRIES} tries; last: {why}")
+        """Returns once an engine holds `announced` or a newer round overtakes it. Raises RoundFailed at the deadline."""
+        self._announced = announced
+        self._caught_up.clear()
+        results = await self._sync(announced)
+        committed = any(result.committed for result in results)
+        if committed:
+            self._hold(_version_of(announced))
+        for result in results:
+            await self._reports.send("round.result", result)
+        if committed:
+            return
+        why = "; ".join(f"{result.engine}: {result.message}" for result in results) or "no engine is alive"
+        log.warning("round failed, engines are to catch up", policy_version=announced.policy_version, why=why)
+        waits = [asyncio.ensure_future(self._overtaken(announced)), asyncio.ensure_future(self._caught_up.wait())]
+        try:
+            done, _ = await asyncio.wait(waits, timeout=self._catch_up_timeout_s, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for wait in waits:
+                wait.cancel()
+        if not done:
+            raise RoundFailed(
+                f"no engine took version {announced.policy_version} within {self._catch_up_timeout_s:g} s; first failure: {why}"
+            )
+
+    async def _overtaken(self, announced: WeightRound) -> bool:
+        async for newest in self._control.watch("round", WeightRound):
+            if _version_of(newest) != _version_of(announced):
+                return True
+        return False
 
     async def _sync(self, announced: WeightRound) -> list[RoundResult]:
         self.is_syncing = True
@@ -100,7 +132,7 @@ class Follower:
             self.is_syncing = False
             self._on_change()
         for result in results:
-            log.info("round ended", **result.model_dump(exclude_defaults=True))
+            log.info("round ended", **_short(result))
         return results
 
     def _hold(self, held: HeldVersion | None) -> None:
@@ -110,3 +142,7 @@ class Follower:
 
 def _version_of(announced: WeightRound) -> HeldVersion:
     return HeldVersion(incarnation=announced.incarnation, policy_version=announced.policy_version)
+
+
+def _short(result: RoundResult) -> dict[str, object]:
+    return result.model_dump(exclude_defaults=True)

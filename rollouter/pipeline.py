@@ -28,7 +28,7 @@ from rollouter.reports import Reports
 from rollouter.rollouts import Runner
 from rollouter.scoring import Scorer
 from rollouter.status import Rate, StatusBoard
-from sample_bus.messages import LiveSettingsState, RollouterState, RollouterStatus, TrainerStatus, WeightRound
+from sample_bus.messages import LiveSettingsState, RollouterState, RollouterStatus, RoundResult, TrainerStatus, WeightRound
 from sample_bus.protocols import Link
 
 log = structlog.get_logger()
@@ -71,6 +71,7 @@ class Pipeline:
             engines=fleet,
             control=link,
             reports=self._reports,
+            catch_up_timeout_s=settings.engine.start_timeout_s + settings.weight_sync.round_timeout_s,
             on_announced=self._announced,
             on_held=self._take_held,
             on_change=self.wake,
@@ -123,7 +124,15 @@ class Pipeline:
         assert self._dispatcher is not None, "run before build"
         assert self._evaluator is not None, "run before build"
         async with asyncio.TaskGroup() as tasks:
-            side = [tasks.create_task(part) for part in (self._fleet.supervise(), self._follower.run(), self._evaluator.run())]
+            side = [
+                tasks.create_task(part)
+                for part in (
+                    self._fleet.supervise(),
+                    self._follower.run(),
+                    self._follower.report_catch_ups(),
+                    self._evaluator.run(),
+                )
+            ]
             await self._until_admission_can_begin()
             self.is_running = True
             await self._dispatcher.run()
@@ -151,6 +160,10 @@ class Pipeline:
             before_origin = status.origin_version * settings.samples_per_period
             self._situation.num_samples_needed = status.num_steps * settings.samples_per_step - before_origin
         self.wake()
+
+    def take_catch_up(self, result: RoundResult) -> None:
+        """An engine that was started again, or on which a round failed, has caught up or failed to."""
+        self._follower.take_catch_up(result)
 
     def rebase(self) -> None:
         """If another trainer took this producer, count from its origin."""

@@ -92,6 +92,9 @@ class FakeEngine:
     before_sync: Callable[[WeightRound], Any] | None = None
     on_stage: Callable[[WeightRound, str, str], Any] | None = None
     """(round, engine, nonce): the weights of this round have arrived here; the trainer's side hears of it this way."""
+    on_round_result: Callable[[RoundResult], None] | None = None
+    """Hears how it caught up."""
+    launched: bool = False
     name: str = "engine-0"
     version: int | None = None
     calls: list[Call] = field(default_factory=list)
@@ -101,13 +104,27 @@ class FakeEngine:
     num_running: int = 0
     _generated: int = 0
     _serving: asyncio.Event = field(default_factory=asyncio.Event)
+    _trouble: asyncio.Event = field(default_factory=asyncio.Event)
+    _newest: tuple[WeightRound, Callable[[WeightRound, str, str], Any]] | None = None
     _nonce: int = 0
 
+    async def launch(self) -> None:
+        self.launched = True
+
     async def start(self, model_dir: str, dtype: str) -> None:
+        assert self.launched, "start before launch"
         self.started_with = (model_dir, dtype)
 
     async def supervise(self) -> None:
-        await asyncio.Event().wait()
+        """As the pool does: after a failed round it catches up by itself."""
+        while True:
+            await self._trouble.wait()
+            self._trouble.clear()
+            await asyncio.sleep(0.01)
+            assert self._newest is not None, "trouble before any round"
+            result = await self._bring(*self._newest)
+            if self.on_round_result is not None:
+                self.on_round_result(result)
 
     async def generate(self, prompt_ids: npt.NDArray[np.int32], sampling: SamplingParams, *, request_id: str) -> Generation:
         await self._serving.wait()
@@ -131,26 +148,32 @@ class FakeEngine:
         return generation
 
     async def sync(self, round: WeightRound, wait_staged: Callable[[WeightRound, str, str], Any]) -> list[RoundResult]:
-        self._nonce += 1
+        self._newest = (round, wait_staged)
         if self.before_sync is not None:
             waited = self.before_sync(round)
             if waited is not None:
                 await waited
+        return [await self._bring(round, wait_staged)]
+
+    async def _bring(self, round: WeightRound, wait_staged: Callable[[WeightRound, str, str], Any]) -> RoundResult:
+        self._nonce += 1
         if self.fails_syncs:
             self.fails_syncs -= 1
-            return [self._result(round, committed=False, message="the engine was told to fail")]
+            self._trouble.set()
+            return self._result(round, committed=False, message="the engine was told to fail")
         try:
             if self.on_stage is not None:
                 await self.on_stage(round, self.name, self.nonce)
             await wait_staged(round, self.name, self.nonce)
         except Exception as error:  # noqa: BLE001 - like the pool: an engine's failure is a result
-            return [self._result(round, committed=False, message=str(error))]
+            self._trouble.set()
+            return self._result(round, committed=False, message=str(error))
         self._serving.clear()
         await asyncio.sleep(0)
         self.version = round.policy_version
         self.synced.append((round.incarnation, round.policy_version))
         self._serving.set()
-        return [self._result(round, committed=True)]
+        return self._result(round, committed=True)
 
     def statuses(self) -> tuple[EngineStatus, ...]:
         state = "serving" if self._serving.is_set() else "waiting for weights"

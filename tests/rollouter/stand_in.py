@@ -241,6 +241,7 @@ class Running:
         self.drain = asyncio.Event()
 
         def open_fleet(settings: Settings, *, on_change: Any, on_round_result: Any) -> EngineFleet:
+            engine.on_round_result = on_round_result
             return engine
 
         self.daemon = RollouterDaemon(

@@ -74,7 +74,7 @@ def _start(tmp_path: Path, *overrides: str) -> subprocess.Popen[str]:
 
 def test_daemon_without_a_trainer_says_what_it_waits_for_and_gives_up(tmp_path: Path) -> None:
     """B25"""
-    process = _start(tmp_path, "bus.connect_timeout_s=6")
+    process = _start(tmp_path, "bus.connect_timeout_s=5.5")
     _, text = process.communicate(timeout=120)
     assert process.returncode == 1
     assert "waiting for the trainer" in text

@@ -50,7 +50,7 @@ async def test_evaluation_is_not_repeated_for_a_rollouter_that_comes_later(tmp_p
             assert len(await trainer.wait_report(EvaluationResult)) == 1, f"life {life}"
 
 
-async def test_failed_round_leaves_the_old_version_and_is_tried_again(tmp_path: Path) -> None:
+async def test_failed_round_leaves_the_old_version_until_the_engine_has_caught_up(tmp_path: Path) -> None:
     settings = make_settings(tmp_path)
     async with stand_in_trainer(settings) as trainer:
         engine = engine_of(trainer)
@@ -67,13 +67,28 @@ async def test_failed_round_leaves_the_old_version_and_is_tried_again(tmp_path: 
 
 
 async def test_round_that_no_engine_takes_stops_the_run(tmp_path: Path) -> None:
-    settings = make_settings(tmp_path)
-    async with stand_in_trainer(settings) as trainer, running_rollouter(settings, engine_of(trainer, fails_syncs=99)):
+    settings = make_settings(tmp_path, engine__start_timeout_s=0.2, weight_sync={"round_timeout_s": 0.2})
+    async with stand_in_trainer(settings) as trainer, running_rollouter(settings, engine_of(trainer, fails_syncs=10**6)):
         await trainer.begin()
         await trainer.publish(0)
         (failure,) = await trainer.wait_report(Failed)
-        assert "no engine took version 0 in 3 tries" in failure.message
+        assert "no engine took version 0 within 0.4 s" in failure.message
         assert "the engine was told to fail" in failure.message
+
+
+async def test_newer_version_ends_the_wait_for_one_that_no_engine_takes(tmp_path: Path) -> None:
+    settings = make_settings(tmp_path)
+    async with stand_in_trainer(settings) as trainer:
+        engine = engine_of(trainer, fails_syncs=10**6)
+        async with running_rollouter(settings, engine):
+            await trainer.begin()
+            await trainer.publish(0)
+            await trainer.wait_report(RoundResult, 2)
+            engine.fails_syncs = 0
+            await trainer.publish(1)
+            samples = await trainer.train(16)
+            assert {sample.oldest_version for sample in samples} <= {0, 1}
+            await trainer.wait_status(lambda status: status.policy_version == 1)
 
 
 async def test_versions_between_are_skipped_while_a_round_is_under_way(tmp_path: Path) -> None:
