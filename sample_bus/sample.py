@@ -7,6 +7,7 @@ and by the decoder after one.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import NamedTuple
@@ -17,6 +18,8 @@ import numpy.typing as npt
 from sample_bus.errors import WireError
 
 NO_VERSION = -1
+_INT32 = np.dtype(np.int32)
+_PER_TOKEN = (("tokens", _INT32), ("loss_mask", np.dtype(np.uint8)), ("behavior_logprobs", np.dtype(np.float32)))
 
 
 class StopReason(StrEnum):
@@ -102,38 +105,39 @@ class Sample:
         length = self.num_tokens
         if self.tokens.ndim != 1 or length == 0:
             raise WireError(f"tokens: got shape {self.tokens.shape}, expected [T] with T >= 1 (rollout {self.rollout_id})")
-        for name, dtype in (("tokens", np.int32), ("loss_mask", np.uint8), ("behavior_logprobs", np.float32)):
+        for name, dtype in _PER_TOKEN:
             array = getattr(self, name)
             if array.dtype != dtype or array.shape != (length,):
-                got, expected = f"{array.dtype}{list(array.shape)}", f"{np.dtype(dtype)}[{length}]"
+                got, expected = f"{array.dtype}{list(array.shape)}", f"{dtype}[{length}]"
                 raise WireError(f"{name}: got {got}, expected {expected} (rollout {self.rollout_id})")
         for name in ("version_starts", "versions"):
             array = getattr(self, name)
-            if array.dtype != np.int32 or array.ndim != 1 or array.size != self.versions.size or array.size == 0:
+            if array.dtype != _INT32 or array.ndim != 1 or array.size != self.versions.size or array.size == 0:
                 raise WireError(f"{name}: got {array.dtype}{list(array.shape)}, expected int32[R] (rollout {self.rollout_id})")
         starts = self.version_starts
-        if starts[0] != 0 or starts[-1] >= length or (np.diff(starts) <= 0).any():
+        if starts[0] != 0 or starts[-1] >= length or (starts[1:] <= starts[:-1]).any():
             raise WireError(f"version_starts: runs must rise from 0 below {length} (rollout {self.rollout_id})")
-        if (self.versions < NO_VERSION).any():
-            raise WireError(f"versions: got {int(self.versions.min())}, expected >= {NO_VERSION} (rollout {self.rollout_id})")
-        if (self.tokens < 0).any():
-            raise WireError(f"tokens: got {int(self.tokens.min())}, expected ids >= 0 (rollout {self.rollout_id})")
-        if (self.loss_mask > 1).any():
-            raise WireError(f"loss_mask: got {int(self.loss_mask.max())}, expected 0 or 1 (rollout {self.rollout_id})")
-        trained = self.loss_mask != 0
-        if not np.isfinite(self.behavior_logprobs).all():
-            at = int(np.flatnonzero(~np.isfinite(self.behavior_logprobs))[0])
-            got = self.behavior_logprobs[at]
+        if (lowest := self.versions.min()) < NO_VERSION:
+            raise WireError(f"versions: got {int(lowest)}, expected >= {NO_VERSION} (rollout {self.rollout_id})")
+        if (lowest := self.tokens.min()) < 0:
+            raise WireError(f"tokens: got {int(lowest)}, expected ids >= 0 (rollout {self.rollout_id})")
+        if (highest := self.loss_mask.max()) > 1:
+            raise WireError(f"loss_mask: got {int(highest)}, expected 0 or 1 (rollout {self.rollout_id})")
+        logprobs = self.behavior_logprobs
+        lowest, highest = logprobs.min(), logprobs.max()  # NaN if one is
+        if not (np.isfinite(lowest) and np.isfinite(highest)):
+            at = int(np.flatnonzero(~np.isfinite(logprobs))[0])
+            got = logprobs[at]
             raise WireError(f"behavior_logprobs[{at}]: got {got}, expected a finite number (rollout {self.rollout_id})")
-        if (self.behavior_logprobs > 1e-3).any():
-            raise WireError(f"behavior_logprobs: got {self.behavior_logprobs.max()}, expected <= 0 (rollout {self.rollout_id})")
-        if (self.behavior_logprobs[~trained] != 0).any():
+        if highest > 1e-3:
+            raise WireError(f"behavior_logprobs: got {highest}, expected <= 0 (rollout {self.rollout_id})")
+        if ((logprobs != 0) > self.loss_mask.view(np.bool_)).any():
             raise WireError(f"behavior_logprobs: not 0 where the loss mask is 0 (rollout {self.rollout_id})")
-        if (self.token_versions()[trained] == NO_VERSION).any():
+        if np.maximum.reduceat(self.loss_mask, starts)[self.versions == NO_VERSION].any():
             raise WireError(f"versions: a trained token has no policy version (rollout {self.rollout_id})")
-        if not np.isfinite(self.reward):
+        if not math.isfinite(self.reward):
             raise WireError(f"reward: got {self.reward}, expected a finite number (rollout {self.rollout_id})")
-        if not (np.isfinite(self.temperature) and self.temperature > 0):
+        if not (math.isfinite(self.temperature) and self.temperature > 0):
             raise WireError(f"temperature: got {self.temperature}, expected a positive number (rollout {self.rollout_id})")
         if not 0 <= self.seat < self.group_size:
             raise WireError(f"seat: got {self.seat}, expected 0 to {self.group_size - 1} (rollout {self.rollout_id})")

@@ -35,13 +35,15 @@ _ALIGN = 64
 _PREFIX = struct.Struct("<4sBBHQQIIQ")
 _CHECKSUM = struct.Struct("<Q")
 PREFIX_BYTES = _PREFIX.size + _CHECKSUM.size
-_COLUMNS: dict[str, np.dtype[Any]] = {
-    "tokens": np.dtype("<i4"),
-    "loss_mask": np.dtype("<u1"),
-    "behavior_logprobs": np.dtype("<f4"),
-    "version_starts": np.dtype("<i4"),
-    "versions": np.dtype("<i4"),
+_PREFIX_FIELDS = ("magic", "version", "kind", "flags", "frames", "header bytes", "body bytes")
+_COLUMNS: dict[str, tuple[np.dtype[Any], str]] = {
+    "tokens": (np.dtype("<i4"), "<i4"),
+    "loss_mask": (np.dtype("u1"), "|u1"),
+    "behavior_logprobs": (np.dtype("<f4"), "<f4"),
+    "version_starts": (np.dtype("<i4"), "<i4"),
+    "versions": (np.dtype("<i4"), "<i4"),
 }
+"""Columns in the order in which they travel: dtype, and its name in the header."""
 _SCALARS: dict[str, type[Any]] = {
     "task_id": str,
     "group_id": str,
@@ -76,14 +78,14 @@ def prepare(sample: Sample, producer: str) -> list[bytes | memoryview]:
     table: list[list[Any]] = []
     small = bytearray()
     large: list[bytes | memoryview] = []
-    for name, dtype in _COLUMNS.items():
+    for name, (dtype, code) in _COLUMNS.items():
         array = np.ascontiguousarray(getattr(sample, name), dtype=dtype)
         if array.nbytes >= LARGE_COLUMN_BYTES:
             large.append(array.view(np.uint8).data)
-            table.append([name, dtype.str, array.size, 1 + len(large), 0, array.nbytes])
+            table.append([name, code, array.size, 1 + len(large), 0, array.nbytes])
         else:
             small.extend(bytes(-len(small) % _ALIGN))
-            table.append([name, dtype.str, array.size, 1, len(small), array.nbytes])
+            table.append([name, code, array.size, 1, len(small), array.nbytes])
             small += array.tobytes()
     header: dict[str, Any] = {"producer": producer, "columns": table}
     for name, kind in _SCALARS.items():
@@ -126,17 +128,13 @@ def decode(frames: Sequence[bytes | memoryview], *, max_bytes: int) -> tuple[Sam
     if not views or views[0].nbytes < PREFIX_BYTES:
         raise WireError(f"prefix: {views[0].nbytes if views else 0} bytes, expected {PREFIX_BYTES}")
     magic, version, kind, flags, epoch, seq, header_len, n_frames, body_len = _PREFIX.unpack_from(views[0])
-    for name, got, expected in (
-        ("magic", magic, MAGIC),
-        ("version", version, VERSION),
-        ("kind", kind, KIND_SAMPLE),
-        ("flags", flags, 0),
-        ("frames", len(views), n_frames),
-        ("header bytes", views[0].nbytes - PREFIX_BYTES, header_len),
-        ("body bytes", total - views[0].nbytes, body_len),
-    ):
-        if got != expected:
-            raise WireError(f"{name}: got {got!r}, expected {expected!r} (epoch {epoch}, seq {seq})")
+    got = (magic, version, kind, flags, n_frames, header_len, body_len)
+    expected = (MAGIC, VERSION, KIND_SAMPLE, 0, len(views), views[0].nbytes - PREFIX_BYTES, total - views[0].nbytes)
+    if got != expected:
+        name, mine, theirs = next(
+            triple for triple in zip(_PREFIX_FIELDS, got, expected, strict=True) if triple[1] != triple[2]
+        )
+        raise WireError(f"{name}: got {mine!r}, expected {theirs!r} (epoch {epoch}, seq {seq})")
     if header_len > MAX_HEADER_BYTES:
         raise WireError(f"header: {header_len} bytes, expected at most {MAX_HEADER_BYTES} (epoch {epoch}, seq {seq})")
     (checksum,) = _CHECKSUM.unpack_from(views[0], _PREFIX.size)
@@ -188,33 +186,22 @@ def _columns(table: list[Any], views: Sequence[memoryview]) -> dict[str, Any]:
         raise WireError(f"columns: got {len(table)}, expected {len(_COLUMNS)}")
     columns: dict[str, Any] = {}
     end, next_frame = 0, 2
-    for row, (name, dtype) in zip(table, _COLUMNS.items(), strict=True):
-        if (
-            not isinstance(row, list)
-            or len(row) != 6
-            or row[:2] != [name, dtype.str]
-            or any(type(n) is not int or n < 0 for n in row[2:])
-        ):
-            raise WireError(f"columns: got {repr(row)[:80]}, expected [{name!r}, {dtype.str!r}, length, frame, offset, bytes]")
-        _, _, length, frame, offset, nbytes = row
-        if length == 0:
-            raise WireError(f"{name}: got no values, expected one at least")
+    for row, (name, (dtype, code)) in zip(table, _COLUMNS.items(), strict=True):
+        length = row[2] if isinstance(row, list) and len(row) == 6 else None
+        if type(length) is not int or length <= 0:
+            raise WireError(f"columns: got {repr(row)[:80]}, expected [{name!r}, {code!r}, length, frame, offset, bytes]")
+        nbytes = length * dtype.itemsize
         large = nbytes >= LARGE_COLUMN_BYTES
-        place = (next_frame, 0) if large else (1, end + -end % _ALIGN)
-        if (
-            (frame, offset) != place
-            or nbytes != length * dtype.itemsize
-            or frame >= len(views)
-            or offset + nbytes > views[frame].nbytes
-        ):
+        frame, offset = (next_frame, 0) if large else (1, end + -end % _ALIGN)
+        if row != [name, code, length, frame, offset, nbytes]:
+            raise WireError(f"columns: got {repr(row)[:80]}, expected {[name, code, length, frame, offset, nbytes]}")
+        if frame >= len(views) or offset + nbytes > views[frame].nbytes or (large and nbytes != views[frame].nbytes):
             raise WireError(f"{name}: {length} values at byte {offset} of frame {frame} do not fit what was sent")
         if large:
-            if nbytes != views[frame].nbytes:
-                raise WireError(f"{name}: {nbytes} bytes in a frame of {views[frame].nbytes}")
             next_frame += 1
         else:
             end = offset + nbytes
-        columns[name] = np.frombuffer(views[frame], dtype=dtype, count=length, offset=offset)
+        columns[name] = np.frombuffer(views[frame], dtype, length, offset)
     if next_frame != len(views) or end != views[1].nbytes:
         raise WireError(f"columns: {len(views)} frames with a body of {views[1].nbytes} bytes hold more than the columns")
     return columns

@@ -191,9 +191,9 @@ def test_column_table_cannot_point_outside_its_place(frames: list[bytes | memory
         ({"version": 2}, "version: got 2, expected 1"),
         ({"kind": 9}, "kind: got 9, expected 1"),
         ({"flags": 1}, "flags: got 1, expected 0"),
-        ({"n_frames": 3}, "frames: got 2, expected 3"),
-        ({"header_len": 10}, "expected 10"),
-        ({"body_len": 10}, "expected 10"),
+        ({"n_frames": 3}, "frames: got 3, expected 2"),
+        ({"header_len": 10}, "header bytes: got 10, expected"),
+        ({"body_len": 10}, "body bytes: got 10, expected"),
     ],
 )
 def test_prefix_of_another_format_is_named(change: dict[str, Any], message: str) -> None:
