@@ -183,14 +183,18 @@ class VllmClient:
         )
 
 
+_NUM_PROBED = 5
+"""Few: a vocabulary smaller than this ends the engine, and tiny models have tiny vocabularies."""
+
+
 async def logprobs_follow_temperature(client: VllmClient, *, prompt_ids: Sequence[int] = (1, 2, 3)) -> bool | None:
     """Whether the server reports log-probabilities after temperature, as training needs them; None if the probe cannot tell.
 
     Two tokens' log-probabilities differ by their logits' difference over the temperature, so at 0.5 the difference must be
     twice that at 1.0; a server that reports raw ones gives the same difference twice.
     """
-    cold = await client.top_logprobs(prompt_ids, temperature=0.5, num_logprobs=20)
-    warm = await client.top_logprobs(prompt_ids, temperature=1.0, num_logprobs=20)
+    cold = await client.top_logprobs(prompt_ids, temperature=0.5, num_logprobs=_NUM_PROBED)
+    warm = await client.top_logprobs(prompt_ids, temperature=1.0, num_logprobs=_NUM_PROBED)
     both = sorted(cold.keys() & warm.keys(), key=lambda token: warm[token])
     if len(both) < 2:
         return None
