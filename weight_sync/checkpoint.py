@@ -47,27 +47,43 @@ def check_against_checkpoint(
     Args:
         expected: as `checkpoint_shapes` gives it; None: names and shapes are unknown and pass.
         dtype: the engine's compute type, in which floating tensors have to arrive.
-        tied_heads: names that the model ties to its embedding, which may be missing on either side.
+        tied_heads: names that the model ties to its embedding; they may be missing on either side, and must not differ from
+            the embedding where they are offered.
 
     Raises:
         ManifestMismatch: with the first ten differences.
     """
-    offered = {spec.name: spec.shape for spec in manifest.specs}
     differences = [
         f"{spec.name}: got {dtype_name(spec.dtype)}, the engine computes in {dtype_name(dtype)}"
         for spec in manifest.specs
         if spec.dtype in CAST_DTYPES and spec.dtype != dtype
     ]
+    differences += _untied_heads(manifest, tied_heads)
     if expected is not None:
-        aliases = {name for name, _ in manifest.aliases}
-        for name in sorted((expected.keys() | offered.keys()) - tied_heads - aliases):
-            got, wanted = offered.get(name), expected.get(name)
-            if got is None:
-                differences.append(f"{name}: not offered, the engine's model has {list(wanted or ())}")
-            elif wanted is None:
-                differences.append(f"{name}: got {list(got)}, the engine's model has no such tensor")
-            elif got != wanted:
-                differences.append(f"{name}: got {list(got)}, the engine's model has {list(wanted)}")
+        differences += _differences(manifest, expected, tied_heads)
     if differences:
         more = f" and {len(differences) - _SHOWN} more" if len(differences) > _SHOWN else ""
         raise ManifestMismatch(f"{len(differences)} differences: " + "; ".join(differences[:_SHOWN]) + more)
+
+
+def _untied_heads(manifest: Manifest, tied_heads: frozenset[str]) -> Iterator[str]:
+    """Heads that arrive with other bytes than any other tensor, though the engine has one tensor for both."""
+    for spec, checksum in manifest:
+        if spec.name in tied_heads and manifest.checksums.count(checksum) == 1:
+            yield f"{spec.name}: got weights of its own, the engine ties it to its embedding"
+
+
+def _differences(manifest: Manifest, expected: dict[str, tuple[int, ...]], tied_heads: frozenset[str]) -> Iterator[str]:
+    offered = {spec.name: spec.shape for spec in manifest.specs}
+    tied_to = dict(manifest.aliases)
+    for name in sorted((expected.keys() | offered.keys() | tied_to.keys()) - tied_heads):
+        got, wanted = offered.get(name), expected.get(name)
+        if wanted is None:
+            shape = offered[tied_to[name]] if got is None else got
+            yield f"{name}: got {list(shape)}, the engine's model has no such tensor"
+        elif name in tied_to:
+            yield f"{name}: got it tied to {tied_to[name]}, the engine's model does not tie it"
+        elif got is None:
+            yield f"{name}: not offered, the engine's model has {list(wanted)}"
+        elif got != wanted:
+            yield f"{name}: got {list(got)}, the engine's model has {list(wanted)}"

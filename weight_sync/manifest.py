@@ -115,7 +115,10 @@ class Manifest:
             entries, aliases = msgpack.unpackb(encoded, raw=False)
             specs = tuple(_decode_spec(name, code, shape) for name, code, shape, _ in entries)
             checksums = tuple(_expect(int, checksum) for *_, checksum in entries)
-            return cls(specs=specs, checksums=checksums, aliases=tuple((_expect(str, a), _expect(str, b)) for a, b in aliases))
+            pairs = tuple((_expect(str, name), _expect(str, source)) for name, source in aliases)
+            if not {source for _, source in pairs} <= {spec.name for spec in specs}:
+                raise ValueError("a tensor is tied to one that is not there")
+            return cls(specs=specs, checksums=checksums, aliases=pairs)
         except (ValueError, TypeError, KeyError, msgpack.UnpackException) as error:
             raise ProtocolError(f"manifest of {len(encoded)} bytes does not decode: {error!r}") from error
 

@@ -209,6 +209,7 @@ class SharedMemoryReceiver:
         if error is not None and not isinstance(error, PeerLost | PeerFailed):
             self.connection.give_up(f"{type(error).__name__}: {error}")
         self.connection.sock.close()
+        self._memory = self._memory[:0].copy()  # a reference to the channel, as in a traceback, must not keep the ring
 
 
 def connect(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,13 +14,16 @@ from weight_sync.checkpoint import check_against_checkpoint, checkpoint_shapes
 from weight_sync.errors import ManifestMismatch
 from weight_sync.manifest import Manifest, TensorSpec
 
-EXPECTED = {"embed.weight": (10, 4), "lm_head.weight": (10, 4), "layer.0.weight": (4, 4)}
+Shapes = dict[str, tuple[int, ...]]
+
+EXPECTED: Shapes = {"embed.weight": (10, 4), "lm_head.weight": (10, 4), "layer.0.weight": (4, 4)}
 NO_HEADS: frozenset[str] = frozenset()
 
 
-def manifest(shapes: dict[str, tuple[int, ...]], dtype: torch.dtype = torch.bfloat16) -> Manifest:
+def manifest(shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype = torch.bfloat16) -> Manifest:
+    """Tensors of one shape have the same bytes."""
     specs = tuple(TensorSpec(name=name, dtype=dtype, shape=shape) for name, shape in shapes.items())
-    return Manifest(specs=specs, checksums=(0,) * len(specs))
+    return Manifest(specs=specs, checksums=tuple(hash(shape) % 2**64 for shape in shapes.values()))
 
 
 def check(offered: Manifest, expected: dict[str, tuple[int, ...]] | None = EXPECTED, **kwargs: frozenset[str]) -> None:
@@ -52,6 +57,32 @@ def test_a_tied_head_may_be_missing_on_either_side(side: str) -> None:
     check(manifest(offered), expected, tied_heads=frozenset({"lm_head.weight"}))
     with pytest.raises(ManifestMismatch, match=r"lm_head\.weight"):
         check(manifest(offered), expected)
+
+
+def test_a_head_with_other_weights_than_the_embedding_is_refused_by_a_model_that_ties_them() -> None:
+    """B139: vLLM would load it over the embedding."""
+    offered = manifest(EXPECTED)
+    offered = replace(offered, checksums=(1, 2, 3))
+    with pytest.raises(ManifestMismatch, match=r"lm_head\.weight: got weights of its own"):
+        check(offered, tied_heads=frozenset({"lm_head.weight"}))
+    check(offered)
+
+
+def test_a_tied_head_is_refused_by_a_model_that_does_not_tie_it() -> None:
+    """B139."""
+    offered = replace(
+        manifest({"embed.weight": (10, 4), "layer.0.weight": (4, 4)}), aliases=(("lm_head.weight", "embed.weight"),)
+    )
+    check(offered, tied_heads=frozenset({"lm_head.weight"}))
+    with pytest.raises(ManifestMismatch, match=r"lm_head\.weight: got it tied to embed\.weight"):
+        check(offered)
+
+
+def test_a_tied_tensor_without_a_target_is_refused() -> None:
+    """B148."""
+    offered = replace(manifest(EXPECTED), aliases=(("layer.0.lora_A", "layer.0.weight"),))
+    with pytest.raises(ManifestMismatch, match=r"lora_A: got \[4, 4\], the engine's model has no such tensor"):
+        check(offered)
 
 
 @pytest.mark.parametrize(

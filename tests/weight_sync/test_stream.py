@@ -135,7 +135,7 @@ def test_sending_takes_no_memory_of_the_size_of_a_tensor() -> None:
     with torch.profiler.profile(profile_memory=True) as profile:
         sender = LoopbackSender(MEGABYTE)
         send_weights(sender, [("a", tensor)], policy_version=0, dtype=torch.bfloat16)
-    allocated = [event.cpu_memory_usage for event in profile.key_averages()]  # type: ignore[attr-defined]
+    allocated = [event.cpu_memory_usage for event in profile.key_averages()]
     assert max(allocated, default=0) <= 2 * MEGABYTE, peak
     assert tensor.nbytes > 10 * MEGABYTE
 
@@ -159,7 +159,7 @@ def wrong_streams() -> dict[str, Callable[[list[Bucket | StreamEnd]], list[Bucke
         "the last bucket is missing": lambda sent: [*sent[:-2], sent[-1]],
         "a bucket comes twice": lambda sent: [*sent[:2], sent[1], *sent[2:]],
         "two buckets are swapped": lambda sent: [sent[1], sent[0], *sent[2:]],
-        "a bit is turned": lambda sent: [*sent[:2], altered(sent[2], 70), *sent[3:]],  # type: ignore[arg-type]
+        "a bit is turned": lambda sent: [*sent[:2], altered(sent[2], 70), *sent[3:]],
         "the stream ends early": lambda sent: [sent[0], sent[-1]],
     }
 
