@@ -44,7 +44,7 @@ from sample_bus.protocols import Link
 
 log = structlog.get_logger()
 
-_WAIT_LINE_EVERY_S = 10.0
+_WAIT_LINE_EVERY_S = 5.0
 _CLOSE_TIMEOUT_S = 30.0
 
 
@@ -256,7 +256,7 @@ class RollouterDaemon:
             now = f"{status.state}: {status.detail}"
             waited_s = waited_s + _WAIT_LINE_EVERY_S if now == before else 0.0
             before = now
-            if status.state not in (RollouterState.GENERATING, RollouterState.ENDED):
+            if waited_s and status.state not in (RollouterState.GENERATING, RollouterState.ENDED):
                 trainer = None if self._link is None else self._link.get("trainer", TrainerStatus)
                 says = "not connected" if trainer is None else f"{trainer.state}: {trainer.detail}"
                 log.info("waiting", state=status.state.value, awaits=status.detail, trainer=says, waited_s=waited_s)

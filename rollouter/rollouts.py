@@ -109,9 +109,9 @@ def request_seed(run_seed: int, seed_key: str, attempt: int) -> int:
 
 
 def sample_of(plan: Plan, attempt: int, episode: Episode, *, now: Callable[[], float]) -> Sample:
-    """The episode as a sample, validated. Raises WireError."""
+    """The episode as a sample; the bus validates it when it is offered."""
     trajectory = episode.trajectory
-    sample = Sample(
+    return Sample(
         task_id=plan.task.task_id,
         group_id=plan.group_id,
         rollout_id=plan.rollout_id,
@@ -132,5 +132,3 @@ def sample_of(plan: Plan, attempt: int, episode: Episode, *, now: Callable[[], f
         incarnation=plan.incarnation,
         produced_at=now(),
     )
-    sample.validate()
-    return sample

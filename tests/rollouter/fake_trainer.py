@@ -1,6 +1,7 @@
 """A trainer as a process that may be killed: `python -m tests.rollouter.fake_trainer ADDRESS RUN_DIR INCARNATION VERSION`.
 
-Publishes one version, then prints a line for each step of samples that it trained.
+Publishes one version, then prints a line for each step of samples that it trained and
+whose acknowledgement the rollouter has.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ import asyncio
 import sys
 from pathlib import Path
 
+from sample_bus.messages import RollouterStatus
 from tests.rollouter.stand_in import make_settings, stand_in_trainer
 
 
@@ -17,8 +19,15 @@ async def serve(address: str, run_dir: str, incarnation: str, version: int) -> N
     async with stand_in_trainer(settings, incarnation=incarnation, origin_version=version) as trainer:
         await trainer.begin()
         await trainer.publish(version, staged={"engine-0": f"engine-0-{1 if incarnation == 'first' else 2}"})
+        trained = 0
+
+        def all_acknowledged(status: RollouterStatus) -> bool:
+            return status.counts.offered >= trained
+
         while True:
             samples = await trainer.train(settings.samples_per_step)
+            trained += len(samples)
+            await trainer.wait_status(all_acknowledged)
             versions = sorted({(sample.incarnation, sample.oldest_version) for sample in samples})
             sys.stdout.write(f"trained {len(samples)} {versions}\n")
             sys.stdout.flush()

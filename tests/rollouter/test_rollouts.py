@@ -85,6 +85,7 @@ async def test_episode_becomes_a_sample_with_all_that_training_needs() -> None:
     episode = await _runner(await _engine()).attempt(_plan(), 2)
     clock = FakeClock(50.0)
     sample = sample_of(_plan(), 2, episode, now=clock)
+    sample.validate()
     reply = CODEC.encode("7\n") if episode.reward == 1.0 else CODEC.encode("8\n")
     assert sample.tokens.tolist() == CODEC.encode("3+4=") + reply
     assert sample.loss_mask.tolist() == [0, 0, 0, 0, 1, 1]
@@ -195,4 +196,4 @@ async def test_one_of_many_rollouts_fails_alone() -> None:
 async def test_sample_of_a_greedy_rollout_is_refused() -> None:
     episode = await _runner(await _engine()).attempt(_plan(temperature=0.0), 0)
     with pytest.raises(WireError, match="temperature"):
-        sample_of(_plan(temperature=0.0), 0, episode, now=FakeClock())
+        sample_of(_plan(temperature=0.0), 0, episode, now=FakeClock()).validate()
