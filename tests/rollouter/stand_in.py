@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import tempfile
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -47,6 +46,7 @@ DEADLINE_S = 30.0
 
 def make_settings(run_dir: Path, **changes: Any) -> Settings:
     """Settings of a small run; dotted names with `__` for the dot."""
+    run_dir.mkdir(exist_ok=True)
     values: dict[str, Any] = {
         "run_dir": run_dir,
         "num_steps": 1000,
@@ -57,7 +57,7 @@ def make_settings(run_dir: Path, **changes: Any) -> Settings:
         "sampling": {"max_tokens": 8, "stop": ("\n",)},
         "engine": {"max_model_len": 128},
         "bus": {
-            "address": f"ipc://{tempfile.mkdtemp(prefix='headrace-test-', dir='/tmp')}/bus",
+            "address": f"ipc://{run_dir}/bus",
             "heartbeat_interval_s": 0.2,
             "heartbeat_timeout_s": 5.0,
             "connect_timeout_s": DEADLINE_S,
