@@ -7,6 +7,7 @@ Whatever is heavy is imported by the command that needs it.
 from __future__ import annotations
 
 import argparse
+import io
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -18,6 +19,9 @@ _TIMEOUT_S = 5.0
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code."""
     arguments = _parser().parse_args(argv)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # a terminal that cannot show a sign is no reason to end a run
     try:
         return int(arguments.run(arguments))
     except KeyboardInterrupt:

@@ -11,6 +11,9 @@ from pydantic import ValidationError
 
 from sample_bus.messages import StepSummary
 
+_PAUSE = "pause_ms_"
+"""Followed by the engine's name."""
+
 
 def read_steps(path: Path, *, incarnation: str | None = None) -> list[StepSummary]:
     """Steps of family `train`, in the file's order; rows that are no step (cut off, of another kind) are left out."""
@@ -27,9 +30,10 @@ def read_pauses(path: Path, *, incarnation: str | None = None) -> dict[tuple[str
     """Pauses of generation in ms by (engine, policy version), of family `sync`."""
     pauses = {}
     for row in _rows(path, "sync", incarnation):
-        pause, version = row.get("pause_ms"), row.get("policy_version", row.get("step"))
-        if isinstance(pause, int | float) and isinstance(version, int):
-            pauses[str(row.get("engine", "")), version] = float(pause)
+        version = row.get("policy_version")
+        for key, value in row.items():
+            if key.startswith(_PAUSE) and isinstance(value, int | float) and isinstance(version, int):
+                pauses[key.removeprefix(_PAUSE), version] = float(value)
     return pauses
 
 

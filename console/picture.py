@@ -140,12 +140,19 @@ class Picture:
         total = sum(step.num_samples for step in self.steps.values())
         return sum(step.staleness_mean * step.num_samples for step in self.steps.values()) / total if total else 0.0
 
+    @property
+    def training_started_at(self) -> float:
+        """When engines were ready and the first evaluation was over; at the latest when the first known step began."""
+        first = self.history[0]
+        began = first.finished_at - first.step_time_s
+        return min(self.ended_phases.get(Phase.EVALUATION, began), began)
+
     def rates(self, now: float, window_s: float = RATE_WINDOW_S) -> Rates:
-        """Samples and trained tokens a second over the last `window_s`, or since the first step began if that is later."""
+        """Samples and trained tokens a second over the last `window_s`, or since training began if that is later."""
         history = self.history
         if not history:
             return Rates(0.0, 0.0)
-        since = max(now - window_s, history[0].finished_at - history[0].step_time_s)
+        since = max(now - window_s, self.training_started_at)
         recent = [step for step in history if step.finished_at > since]
         seconds = max(now - since, 1e-3)
         return Rates(

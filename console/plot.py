@@ -67,15 +67,11 @@ def write_png(picture: Picture, path: Path) -> Path | None:
     top, bottom = figure.subplots(2, 1, sharex=True, height_ratios=[3, 1])
     top.plot(steps, rewards, color="tab:blue", alpha=0.35, linewidth=1, label="reward of the step")
     top.plot(steps, moving_mean(rewards, 5), color="tab:blue", linewidth=2, label="mean of 5 steps")
-    step_of_version = {step.policy_version: step.step for step in history}
-    measured = [
-        (step_of_version.get(result.policy_version, 0 if result.policy_version == 0 else steps[-1]), result.accuracy)
-        for result in picture.evaluations
-    ]
+    measured = [(_step_before(picture, result.policy_version), result.accuracy) for result in picture.evaluations]
     if measured:
         top.plot(*zip(*measured, strict=True), "o", color="tab:orange", markersize=8, label="held-out accuracy")
     top.set_ylabel("reward")
-    top.set_title(f"{picture.name}: {len(history)} steps, version {history[-1].policy_version}")
+    top.set_title(f"{picture.name}: {len(history)} steps, {picture.versions_published} versions")
     if all(0 <= reward <= 1 for reward in rewards):
         top.set_ylim(-0.02, 1.02)
     top.grid(alpha=0.3)
@@ -89,6 +85,11 @@ def write_png(picture: Picture, path: Path) -> Path | None:
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=110)
     return path
+
+
+def _step_before(picture: Picture, policy_version: int) -> int:
+    """The last step before `policy_version` was published; 0 for the first version. A step bears the version it trained."""
+    return max((step.step for step in picture.history if step.policy_version < policy_version), default=0)
 
 
 def _line(start: tuple[int, int], end: tuple[int, int]) -> list[tuple[int, int]]:

@@ -68,7 +68,7 @@ def _books(picture: Picture) -> list[tuple[str, str]]:
         ("versions published", f"{picture.versions_published}"),
     ]
     if history:
-        span = max(history[-1].finished_at - history[0].finished_at + history[0].step_time_s, 1e-3)
+        span = max(history[-1].finished_at - picture.training_started_at, 1e-3)
         rows.append(("speed", f"{number(samples / span)} samples/s, {number(tokens / span)} trained tokens/s"))
         rows.append(("staleness", f"mean {picture.mean_staleness:.2f}, max {picture.max_staleness}"))
     if picture.trainer is not None and shares_text(picture.trainer.shares):

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from console.plot import chart, moving_mean, write_png
+from console.plot import _step_before, chart, moving_mean, write_png
 from tests.console.builders import evaluation, picture, step, trainer
 
 
@@ -52,6 +52,12 @@ def test_the_learning_curve_is_a_png(tmp_path: Path) -> None:
     path = write_png(run, tmp_path / "run" / "reward.png")
     assert path is not None
     assert path.read_bytes().startswith(b"\x89PNG")
+
+
+def test_an_accuracy_is_drawn_after_the_steps_that_its_version_learned_from() -> None:
+    run = picture()
+    run.add_steps([step(number, policy_version=number - 1) for number in range(1, 5)])
+    assert [_step_before(run, version) for version in (0, 1, 3, 4)] == [0, 1, 3, 4]
 
 
 def test_no_step_no_curve(tmp_path: Path) -> None:
