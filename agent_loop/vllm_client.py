@@ -97,10 +97,6 @@ class VllmClient:
         """End these generations; each answers with what it has and stop reason `abort`."""
         await self._control("/abort_requests", {"request_ids": [f"generate-tokens-{request_id}" for request_id in request_ids]})
 
-    async def abort_all(self) -> None:
-        """End every generation of the server, whoever asked for it."""
-        await self._control("/abort_requests", {})
-
     # ── control ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
     async def is_healthy(self, *, timeout_s: float) -> bool:

@@ -14,6 +14,8 @@ from pathlib import Path
 from configs.gpu import VISIBLE
 from configs.schema import EngineSettings
 
+CPU_MIN_BATCHED_TOKENS = 2048
+"""Tokens of one forward pass on a CPU; no less than a whole sequence, since none is read in parts."""
 WORKER_EXTENSION = "weight_sync.vllm_plugin.WorkerExtension"
 WEIGHT_BACKEND = "headrace"
 CPU_BLOCK_SIZE = 32
@@ -59,6 +61,10 @@ def server_arguments(settings: EngineSettings, *, model_dir: str, dtype: str, so
     else:
         arguments += ["--enforce-eager", "--kv-cache-memory-bytes", str(settings.kv_cache_bytes)]
         arguments += ["--block-size", str(CPU_BLOCK_SIZE)]
+        # A prompt read in parts makes vLLM rewind the request's generator, which PyTorch's CPU generator cannot do: the engine
+        # would die at the first such prompt of a seeded request.
+        arguments += ["--no-enable-chunked-prefill"]
+        arguments += ["--max-num-batched-tokens", str(max(CPU_MIN_BATCHED_TOKENS, settings.max_model_len))]
         # A seeded request whose prompt is taken in parts ends the engine: vLLM rewinds its generator by an offset, which
         # a CPU generator does not have. So prompts are taken whole.
         arguments += ["--no-enable-chunked-prefill"]

@@ -76,6 +76,8 @@ class Member:
         self.restarts = 0
         self.failed_commits = 0
         """In a row, the engine's own: a staging that the trainer failed does not count."""
+        self.num_doubts = 0
+        """How often it was unsure what the engine holds; what it generated over such a moment is thrown away."""
         self.last_pause_ms: float | None = None
         self.round_lock = asyncio.Lock()
         self.trouble = asyncio.Event()
@@ -104,6 +106,11 @@ class Member:
         """A health check was answered."""
         if self.state is EngineState.SUSPECT:
             self.settle()
+
+    def doubt(self) -> None:
+        """Nobody knows what it holds."""
+        self.held = None
+        self.num_doubts += 1
 
     def settle(self) -> None:
         """Serve if there are weights to serve."""
@@ -218,7 +225,7 @@ async def _resume(member: Member) -> None:
     try:
         await member.client.resume()
     except AgentLoopError as error:
-        member.held = None
+        member.doubt()
         log.warning("engine did not resume", engine=member.name, why=str(error))
 
 
@@ -247,8 +254,8 @@ async def _loaded_versions(client: VllmClient) -> set[int | None]:
 
 
 async def _look_after_failure(member: Member) -> None:
-    """Find out whether the weights before are still loaded, whole and labelled as such; if not, or if nobody says, let the
-    engine generate nothing more."""
+    """Find out whether the weights before are still loaded, whole and labelled as such. If not, or if nobody says, what the
+    engine samples from here on counts for nothing."""
     before = None if member.held is None else member.held.policy_version
     expected = UNLABELLED if before is None else str(before)
     try:
@@ -256,11 +263,6 @@ async def _look_after_failure(member: Member) -> None:
             return
     except AgentLoopError as error:
         log.warning("engine does not say what it holds", engine=member.name, why=str(error))
-    member.held = None
+    member.doubt()
     if member.server is not None:
         member.server.kill()
-        return
-    try:
-        await member.client.abort_all()
-    except AgentLoopError as error:
-        log.error("requests of a doubtful engine could not be ended", engine=member.name, why=str(error))

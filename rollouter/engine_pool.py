@@ -283,6 +283,7 @@ class EnginePool:
 
     async def _generate_once(self, prompt_ids: npt.NDArray[np.int32], sampling: SamplingParams, request_id: str) -> Generation:
         member = await self._seats.take()
+        num_doubts = member.num_doubts
         assert member.held is not None, f"{member.name} serves without weights"
         try:
             generation = await member.client.generate(
@@ -294,6 +295,8 @@ class EnginePool:
             raise
         finally:
             self._seats.give_back(member)
+        if member.num_doubts != num_doubts:
+            raise EngineUnavailable(f"request {request_id}: it is in doubt which weights {member.name} held meanwhile")
         if (generation.versions == NO_VERSION).any():
             raise BadGeneration(f"request {request_id}: {member.name} sampled with weights that no round brought")
         self._generated_tokens += int(generation.token_ids.size)

@@ -1,0 +1,350 @@
+"""The pool over stand-in servers: rounds and their failures, dead engines, catching up, no token in between."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from agent_loop.engine import Generation, SamplingParams
+from agent_loop.errors import BadGeneration, EngineUnavailable, RequestRefused
+from configs.schema import EngineSettings, WeightSyncSettings
+from rollouter.engine_errors import EngineStartError
+from rollouter.engine_pool import EnginePool
+from sample_bus.messages import RoundResult
+from tests.fakes.fake_vllm import FakeVllm
+from tests.fakes.fake_weights import FakeRounds
+
+PROMPT = np.array([1, 2, 3], np.int32)
+WAIT_S = 60.0
+
+
+class Setting:
+    """Servers, a pool over them, and the trainer's side."""
+
+    def __init__(self, servers: list[FakeVllm], pool: EnginePool, rounds: FakeRounds, results: list[RoundResult]) -> None:
+        self.servers = servers
+        self.pool = pool
+        self.rounds = rounds
+        self.caught_up = results
+
+    async def sync(self, version: int) -> list[RoundResult]:
+        return await self.pool.sync(self.rounds.round(version), self.rounds.wait_staged)
+
+    async def generate(self, *, max_tokens: int = 4, request_id: str = "r") -> Generation:
+        sampling = SamplingParams(temperature=1.0, max_tokens=max_tokens)
+        return await self.pool.generate(PROMPT, sampling, request_id=request_id)
+
+    def states(self) -> list[str]:
+        return [status.state for status in self.pool.statuses()]
+
+
+def processed(token: int, temperature: float) -> float:
+    return -token / 100 / temperature
+
+
+@asynccontextmanager
+async def opened(
+    tmp_path: Path, *, num_engines: int = 1, mode: Any = "keep", start: bool = True, **changes: Any
+) -> AsyncIterator[Setting]:
+    rounds, results = FakeRounds(), []
+    async with AsyncExitStack() as stack:
+        servers = [FakeVllm(socket=tmp_path / f"e{index}", on_stage=rounds.report) for index in range(num_engines)]
+        for server in servers:
+            server.logprob_of = processed
+            await stack.enter_async_context(server)
+        settings = EngineSettings(
+            urls=tuple(server.address for server in servers), **{"max_num_seqs": 64, "start_timeout_s": 30.0, **changes}
+        )
+        pool = EnginePool(
+            settings, WeightSyncSettings(round_timeout_s=5.0), socket_dir=tmp_path, log_dir=tmp_path, partial_rollout=mode,
+            on_round_result=results.append,
+        )  # fmt: skip
+        stack.push_async_callback(pool.close)
+        if start:
+            await pool.start("/model", "float32")
+            supervision = asyncio.create_task(pool.supervise())
+            stack.callback(supervision.cancel)
+        async with asyncio.timeout(WAIT_S):
+            yield Setting(servers, pool, rounds, results)
+
+
+async def eventually(holds: Callable[[], bool]) -> None:
+    async with asyncio.timeout(WAIT_S):
+        while not holds():  # noqa: ASYNC110 - tests look from outside
+            await asyncio.sleep(0.005)
+
+
+async def test_nothing_is_generated_before_the_first_weights(tmp_path: Path) -> None:
+    """B18"""
+    async with opened(tmp_path) as s:
+        probes = len(s.servers[0].bodies)
+        waiting = asyncio.create_task(s.generate())
+        await asyncio.sleep(0.05)
+        assert len(s.servers[0].bodies) == probes
+        assert s.states() == ["waiting for weights"]
+        assert s.pool.policy_version is None
+        await s.sync(0)
+        assert (await waiting).versions.tolist() == [0]
+        assert s.pool.generated_tokens == 4
+
+
+async def test_a_round_stages_then_pauses_loads_confirms_and_resumes(tmp_path: Path) -> None:
+    async with opened(tmp_path) as s:
+        s.servers[0].calls.clear()
+        (result,) = await s.sync(3)
+        assert [path.removeprefix("/") for path in s.servers[0].calls] == [
+            "collective_rpc",
+            "pause",
+            "start_weight_update",
+            "update_weights",
+            "finish_weight_update",
+            "collective_rpc",
+            "resume",
+        ]
+        assert (result.committed, result.policy_version, result.manifest_digest) == (True, 3, "digest-3")
+        assert s.pool.statuses()[0].policy_version == 3
+        assert s.pool.statuses()[0].last_pause_ms is not None
+
+
+async def test_requests_across_syncs_see_no_update_and_versions_never_fall(tmp_path: Path) -> None:
+    """B10: 200 requests during 5 updates."""
+    async with opened(tmp_path, num_engines=2) as s:
+        for server in s.servers:
+            server.token_s = 0.002
+        await s.sync(0)
+        tasks = [asyncio.create_task(s.generate(max_tokens=20, request_id=str(i))) for i in range(200)]
+        for version in range(1, 6):
+            await asyncio.sleep(0.01)
+            assert all(result.committed for result in await s.sync(version))
+        for generation in await asyncio.gather(*tasks):
+            assert generation.token_ids.size == 20
+            assert (np.diff(generation.versions) > 0).all()
+        assert [server.violations for server in s.servers] == [[], []]
+
+
+async def test_a_request_frozen_in_a_pause_goes_on_with_both_versions(tmp_path: Path) -> None:
+    """B36, the way of `keep`: segments, each with its version."""
+    async with opened(tmp_path) as s:
+        await s.sync(0)
+        s.servers[0].token_s = 0.005
+        task = asyncio.create_task(s.generate(max_tokens=40))
+        await eventually(lambda: s.servers[0].active == 1)
+        await asyncio.sleep(0.02)
+        await s.sync(1)
+        assert (await task).versions.tolist() == [0, 1]
+
+
+async def test_finish_lets_requests_end_with_the_weights_they_began_with(tmp_path: Path) -> None:
+    async with opened(tmp_path, mode="finish") as s:
+        await s.sync(0)
+        s.servers[0].token_s = 0.005
+        tasks = [asyncio.create_task(s.generate(max_tokens=20, request_id=str(i))) for i in range(8)]
+        await eventually(lambda: s.servers[0].active == 8)
+        syncing = asyncio.create_task(s.sync(1))
+        late = asyncio.create_task(s.generate(max_tokens=2, request_id="late"))
+        assert [(await task).versions.tolist() for task in tasks] == [[0]] * 8
+        await syncing
+        assert (await late).versions.tolist() in ([0], [1])
+
+
+@pytest.mark.parametrize("path", ["/pause", "/start_weight_update", "/update_weights", "/finish_weight_update"])
+@pytest.mark.parametrize("fault", ["500", "close"])
+async def test_whatever_fails_in_a_round_generation_resumes(tmp_path: Path, path: str, fault: Any) -> None:
+    """B05: the second of three rounds fails half way; the engine serves again, at a version that it holds whole."""
+    async with opened(tmp_path) as s:
+        await s.sync(0)
+        s.servers[0].fail(path, fault)
+        (result,) = await s.sync(1)
+        assert not result.committed
+        assert path in result.message
+        assert (await s.generate()).versions.tolist() in ([0], [1])
+        assert not s.servers[0].paused
+        await s.sync(2)
+        assert (await s.generate()).versions.tolist() == [2]
+
+
+async def test_a_refused_commit_leaves_the_old_weights_serving(tmp_path: Path) -> None:
+    """B03, at the engine's end"""
+    async with opened(tmp_path) as s:
+        await s.sync(0)
+        s.rounds.refuses.add("engine-0")
+        (result,) = await s.sync(1)
+        assert not result.committed
+        assert "told that its staging failed" in result.message
+        assert s.states() == ["serving"]
+        assert (await s.generate()).versions.tolist() == [0]
+
+
+async def test_a_staging_that_nobody_confirms_ends_at_its_deadline(tmp_path: Path) -> None:
+    async with opened(tmp_path) as s:
+        await s.sync(0)
+        s.rounds.silent = True
+        (result,) = await s.sync(1)
+        assert "was not staged on engine-0 within weight_sync.round_timeout_s=5 s" in result.message
+        assert (await s.generate()).versions.tolist() == [0]
+
+
+async def test_tokens_of_an_update_that_lost_its_label_are_thrown_away(tmp_path: Path) -> None:
+    """New weights under the old label: the request that went through it is made again, and no other one gets there."""
+    async with opened(tmp_path) as s:
+        await s.sync(0)
+        server = s.servers[0]
+        server.token_s = 0.005
+        task = asyncio.create_task(s.generate(max_tokens=40, request_id="across"))
+        await eventually(lambda: server.active == 1)
+        server.fail("/finish_weight_update", "500")
+        (result,) = await s.sync(1)
+        assert not result.committed
+        assert (await task).versions.tolist() == [1]
+        assert server.bodies[-1]["request_id"] == "across-again"
+        assert "a request arrived while weights were being replaced" not in server.violations
+
+
+async def test_an_engine_that_lags_behind_gets_no_request_until_it_caught_up(tmp_path: Path) -> None:
+    """B26"""
+    async with opened(tmp_path, num_engines=2) as s:
+        await s.sync(0)
+        s.rounds.refuses.add("engine-1")
+        results = await s.sync(1)
+        assert [result.committed for result in results] == [True, False]
+        before = len(s.servers[1].bodies)
+        generations = await asyncio.gather(*(s.generate(request_id=str(i)) for i in range(20)))
+        assert {version for generation in generations for version in generation.versions.tolist()} == {1}
+        assert len(s.servers[1].bodies) == before
+        s.rounds.refuses.clear()
+        await eventually(lambda: s.servers[1].label == "1")
+        await eventually(lambda: any(result.committed and result.engine == "engine-1" for result in s.caught_up))
+
+
+async def test_requests_of_a_dying_engine_are_tried_once_elsewhere_and_it_gets_no_more(tmp_path: Path) -> None:
+    """B26"""
+    async with opened(tmp_path, num_engines=2) as s:
+        await s.sync(0)
+        for server in s.servers:
+            server.token_s = 0.005
+        tasks = [asyncio.create_task(s.generate(max_tokens=30, request_id=str(i))) for i in range(20)]
+        await eventually(lambda: all(server.active == 10 for server in s.servers))
+        await s.servers[0].stop()
+        generations = await asyncio.gather(*tasks)
+        assert all(generation.token_ids.size == 30 for generation in generations)
+        await eventually(lambda: s.states()[0] in ("dead", "starting"))
+        assert s.states()[1] == "serving"
+        before = len(s.servers[0].bodies)
+        await s.generate()
+        assert len(s.servers[0].bodies) == before
+        s.servers[0].forget()
+        await s.servers[0].start()
+        await eventually(lambda: s.states()[0] == "serving")
+        assert s.servers[0].label == "0"
+        assert s.pool.statuses()[0].policy_version == 0
+
+
+async def test_with_one_engine_requests_wait_for_it_to_come_back(tmp_path: Path) -> None:
+    async with opened(tmp_path) as s:
+        await s.sync(0)
+        s.servers[0].token_s = 0.005
+        task = asyncio.create_task(s.generate(max_tokens=30))
+        await eventually(lambda: s.servers[0].active == 1)
+        await s.servers[0].stop()
+        await eventually(lambda: s.states() == ["starting"])
+        syncing = asyncio.create_task(s.sync(1))
+        s.servers[0].forget()
+        await s.servers[0].start()
+        assert (await task).versions.tolist() in ([0], [0, 1], [1])
+        (result,) = await syncing
+        assert result.committed
+        assert (await s.generate()).versions.tolist() == [1]
+
+
+async def test_a_request_that_fails_twice_is_given_up(tmp_path: Path) -> None:
+    async with opened(tmp_path) as s:
+        await s.sync(0)
+        s.servers[0].fail("/inference/v1/generate", "500", "500")
+        with pytest.raises(EngineUnavailable, match="told to answer 500"):
+            await s.generate()
+        assert (await s.generate()).versions.tolist() == [0]
+
+
+async def test_a_refused_request_is_not_tried_again(tmp_path: Path) -> None:
+    """B68"""
+    async with opened(tmp_path) as s:
+        await s.sync(0)
+        s.servers[0].fail("/inference/v1/generate", "400")
+        before = s.servers[0].calls.count("/inference/v1/generate")
+        with pytest.raises(RequestRefused):
+            await s.generate()
+        assert s.servers[0].calls.count("/inference/v1/generate") == before + 1
+
+
+async def test_no_more_requests_reach_an_engine_than_it_decodes_together(tmp_path: Path) -> None:
+    async with opened(tmp_path, max_num_seqs=4) as s:
+        await s.sync(0)
+        s.servers[0].token_s = 0.001
+        s.servers[0].peak_active = 0
+        await asyncio.gather(*(s.generate(request_id=str(i)) for i in range(40)))
+        assert s.servers[0].peak_active == 4
+
+
+async def test_each_version_has_its_own_kv_cache(tmp_path: Path) -> None:
+    """B69"""
+    async with opened(tmp_path) as s:
+        for version in (0, 1):
+            await s.sync(version)
+            await s.generate()
+        salts = [body["cache_salt"] for body in s.servers[0].bodies if "cache_salt" in body]
+        assert len(set(salts)) == 2
+
+
+async def test_another_trainer_with_the_same_number_is_another_version(tmp_path: Path) -> None:
+    async with opened(tmp_path) as s:
+        await s.sync(3)
+        s.rounds.incarnation = "b"
+        (result,) = await s.sync(3)
+        assert result.committed
+        assert s.rounds.asked == [("engine-0", 3), ("engine-0", 3)]
+
+
+async def test_a_round_that_is_held_already_is_not_repeated(tmp_path: Path) -> None:
+    async with opened(tmp_path) as s:
+        await s.sync(3)
+        (result,) = await s.sync(3)
+        assert result.committed
+        assert s.rounds.asked == [("engine-0", 3)]
+
+
+async def test_an_engine_with_raw_logprobs_is_refused_at_the_start(tmp_path: Path) -> None:
+    """B50"""
+    async with opened(tmp_path, start=False) as s:
+        s.servers[0].logprob_of = lambda token, temperature: -token / 100
+        with pytest.raises(EngineStartError, match="processed_logprobs"):
+            await s.pool.start("/model", "float32")
+
+
+async def test_an_engine_that_never_answers_fails_the_start_at_its_deadline(tmp_path: Path) -> None:
+    async with opened(tmp_path, start=False, start_timeout_s=0.1) as s:
+        await s.servers[0].stop()
+        with pytest.raises(EngineStartError, match=r"e0 did not answer within engine.start_timeout_s=0\.1 s"):
+            await s.pool.start("/model", "float32")
+
+
+async def test_tokens_of_weights_that_no_round_brought_are_refused(tmp_path: Path) -> None:
+    async with opened(tmp_path) as s:
+        await s.sync(0)
+        s.servers[0].label = "default"
+        with pytest.raises(BadGeneration, match="no round brought"):
+            await s.generate()
+
+
+async def test_a_closed_pool_answers_whoever_waits(tmp_path: Path) -> None:
+    async with opened(tmp_path) as s:
+        waiting = asyncio.create_task(s.generate())
+        await asyncio.sleep(0)
+        await s.pool.close()
+        with pytest.raises(EngineUnavailable, match="being closed"):
+            await waiting

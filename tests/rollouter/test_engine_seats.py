@@ -1,0 +1,143 @@
+"""Seats: who gets the next request, and what happens to those that wait."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from agent_loop.vllm_client import VllmClient
+from rollouter.engine_errors import EnginesLost
+from rollouter.engine_member import EngineState, Held, Member
+from rollouter.engine_seats import Seats, least_loaded
+
+V1 = Held(incarnation="a", policy_version=1)
+V2 = Held(incarnation="a", policy_version=2)
+
+
+def member(
+    name: str = "engine-0", *, held: Held | None = V1, seats: int = 2, state: EngineState = EngineState.SERVING
+) -> Member:
+    client = VllmClient("unix:/nowhere", request_timeout_s=1, control_timeout_s=1)
+    made = Member(name, client, server=None, max_requests=seats)
+    made.held, made.state = held, state
+    return made
+
+
+def seats_of(*members: Member, held: Held = V1) -> Seats:
+    seats = Seats(members)
+    seats.held = held
+    return seats
+
+
+@pytest.mark.parametrize("state", [state for state in EngineState if state is not EngineState.SERVING])
+async def test_an_engine_that_does_not_serve_gets_nothing(state: EngineState) -> None:
+    """B26"""
+    assert least_loaded([member(state=state)], V1) is None
+
+
+@pytest.mark.parametrize("held", [None, V2, Held(incarnation="b", policy_version=1)])
+async def test_an_engine_with_other_weights_gets_nothing(held: Held | None) -> None:
+    """B26: nor does one of another trainer process with the same number."""
+    assert least_loaded([member(held=held)], V1) is None
+
+
+async def test_the_least_loaded_engine_gets_the_request() -> None:
+    busy, idle = member("engine-0"), member("engine-1")
+    busy.in_flight = 1
+    assert least_loaded([busy, idle], V1) is idle
+
+
+async def test_those_who_wait_are_served_in_order() -> None:
+    one = member(seats=1)
+    seats = seats_of(one)
+    assert await seats.take() is one
+    order: list[int] = []
+
+    async def wait(number: int) -> None:
+        got = await seats.take()
+        order.append(number)
+        seats.give_back(got)
+
+    tasks = [asyncio.create_task(wait(number)) for number in range(5)]
+    await asyncio.sleep(0)
+    assert seats.num_waiting == 5
+    seats.give_back(one)
+    await asyncio.gather(*tasks)
+    assert order == [0, 1, 2, 3, 4]
+    assert one.in_flight == 0
+
+
+async def test_a_seat_given_to_one_who_was_cancelled_meanwhile_is_not_lost() -> None:
+    one = member(seats=1)
+    seats = seats_of(one)
+    await seats.take()
+    first, second = asyncio.create_task(seats.take()), asyncio.create_task(seats.take())
+    await asyncio.sleep(0)
+    seats.give_back(one)
+    first.cancel()
+    assert await second is one
+    assert one.in_flight == 1
+
+
+async def test_when_no_engine_is_left_everybody_hears_why() -> None:
+    seats = seats_of(member(state=EngineState.DEAD))
+    waiting = asyncio.create_task(seats.take())
+    await asyncio.sleep(0)
+    seats.fail(EnginesLost("all gone"))
+    for take in (waiting, seats.take()):
+        with pytest.raises(EnginesLost, match="all gone"):
+            await take
+
+
+actions = st.lists(
+    st.tuples(st.sampled_from(["take", "give", "cancel", "die", "revive", "sync"]), st.integers(0, 5)), max_size=60
+)
+
+
+@given(actions)
+def test_seats_are_never_overbooked_and_none_is_lost(plan: list[tuple[str, int]]) -> None:
+    async def play() -> None:
+        members = [member(f"engine-{index}", seats=index + 1) for index in range(3)]
+        seats = seats_of(*members)
+        taken: list[Member] = []
+        waiting: list[asyncio.Task[Member]] = []
+        for action, number in plan:
+            which = members[number % 3]
+            match action:
+                case "take":
+                    waiting.append(asyncio.create_task(seats.take()))
+                case "give" if taken:
+                    seats.give_back(taken.pop(number % len(taken)))
+                case "cancel" if waiting:
+                    waiting[number % len(waiting)].cancel()
+                case "die":
+                    which.lose()
+                    seats.refresh()
+                case "revive":
+                    which.held, which.state = seats.held, EngineState.SERVING
+                    seats.refresh()
+                case "sync":
+                    seats.held = which.held = V2
+                    seats.refresh()
+            await asyncio.sleep(0)
+            await asyncio.sleep(0)
+            taken += [task.result() for task in waiting if task.done() and not task.cancelled()]
+            waiting = [task for task in waiting if not task.done()]
+            assert all(each.in_flight == taken.count(each) for each in members)
+            assert all(each.in_flight <= each.max_requests for each in members)
+            assert not waiting or least_loaded(members, seats.held) is None
+        for task in waiting:
+            task.cancel()
+
+    asyncio.run(play())
+
+
+def test_the_kv_caches_of_versions_and_trainers_are_kept_apart(tmp_path: Path) -> None:
+    """B69"""
+    salts = {held.cache_salt for held in (V1, V2, Held(incarnation="b", policy_version=1))}
+    assert len(salts) == 3
+    assert Held(incarnation="a", policy_version=1).cache_salt == V1.cache_salt
