@@ -17,6 +17,7 @@ import structlog
 from agent_loop.errors import LoopError
 from agent_loop.loop import AgentLoop, load_agent_loop
 from agent_loop.rewards import Reward
+from configs.agreed import check_agreement
 from configs.errors import ConfigError
 from configs.paths import bus_address, socket_dir
 from configs.schema import Settings
@@ -198,6 +199,7 @@ class RollouterDaemon:
         try:
             async with asyncio.timeout(timeout_s):
                 async for status in link.watch("trainer", TrainerStatus):
+                    check_agreement(self._settings, status.agreed)
                     if status.model_dir is not None and status.model_dtype is not None:
                         return status.model_dir, status.model_dtype
         except TimeoutError:

@@ -142,6 +142,8 @@ class TrainerStatus(Message):
     """Newest published version."""
     step: int = 0
     num_steps: int = 0
+    agreed: dict[str, Any] = Field(default_factory=dict)
+    """Settings that the rollouter must hold alike (configs.agreed)."""
     model_dir: str | None = None
     """Where the model stands, once it is prepared; engines start from it."""
     model_dtype: str | None = None

@@ -45,6 +45,8 @@ class LostPeer:
     reason: LossReason
     silent_s: float
     """Seconds since it was last heard."""
+    epoch: int = 0
+    """Which life of its name it was: the epoch of its samples; 0 for a trainer."""
 
     def __str__(self) -> str:
         return f"{self.name} is gone ({self.reason}), last heard {self.silent_s:.1f} s ago"

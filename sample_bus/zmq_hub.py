@@ -257,7 +257,9 @@ class ZmqHub:
             )
         if take.replaced is not None:
             log.warning("rollouter replaced", before=take.replaced.name, now=client.name)
-            self._losses.add(LostPeer(name=take.replaced.name, reason=LossReason.REPLACED, silent_s=0.0))
+            self._losses.add(
+                LostPeer(name=take.replaced.name, reason=LossReason.REPLACED, silent_s=0.0, epoch=take.replaced.epoch)
+            )
         self._io.send_control(client.peer, self._welcome_message(client, hello.greeting))
         log.info("client connected", name=client.name, role=client.role.value)
         if client.role is Role.ROLLOUTER:
@@ -295,7 +297,7 @@ class ZmqHub:
         if client is not None:
             log.info("client gone", name=client.name, role=client.role.value, reason=reason.value, silent_s=round(silent_s, 1))
             if client is self._clients.rollouter:
-                self._losses.add(LostPeer(name=client.name, reason=reason, silent_s=silent_s))
+                self._losses.add(LostPeer(name=client.name, reason=reason, silent_s=silent_s, epoch=client.epoch))
         self._carry_out(self._clients.left(peer))
 
     def _ask_to_greet(self, peer: bytes) -> None:

@@ -18,6 +18,7 @@ from typing import TypeVar
 
 import structlog
 
+from configs.agreed import agreed_values
 from configs.live import LiveSettings
 from configs.loader import dump
 from configs.paths import bus_address, socket_dir
@@ -113,7 +114,12 @@ class TrainerDaemon:
             on_change=self._touch,
         )
         self._board = StatusBoard(
-            hub, self._clock, incarnation=incarnation, num_steps=settings.num_steps, counts=self._intake.counts
+            hub,
+            self._clock,
+            incarnation=incarnation,
+            num_steps=settings.num_steps,
+            agreed=agreed_values(settings),
+            counts=self._intake.counts,
         )
         self._training = False
         self._rollouter_failed: asyncio.Future[str] = asyncio.get_running_loop().create_future()
@@ -148,12 +154,11 @@ class TrainerDaemon:
                 if self._drain.is_set() and self._board.status.step < self._settings.num_steps
                 else EndOfRun(reason=EndReason.FINISHED)
             )
-        except* asyncio.CancelledError:
-            raise
-        except* _DrainedAtStart:
-            end = EndOfRun(reason=EndReason.STOPPED, message="drained on request before the first step")
-        except* Exception as failures:  # noqa: BLE001 - told to everyone on topic `end`, then raised
+        except ExceptionGroup as failures:
             first = _first(failures)
+            if isinstance(first, _DrainedAtStart):
+                end = EndOfRun(reason=EndReason.STOPPED, message="drained on request before the first step")
+                return
             end = EndOfRun(reason=EndReason.FAILED, message=f"{type(first).__name__}: {first}")
             raise first from first.__cause__
         finally:
@@ -274,8 +279,10 @@ class TrainerDaemon:
         bus = self._settings.bus
         await self._hub.wait_rollouter(bus.connect_timeout_s)
         async for lost in self._hub.rollouter_lost():
-            if self._board.status.state is TrainerState.ENDED:
+            if self._board.status.state is TrainerState.ENDED or self._rollouter_failed.done():
                 return
+            if lost.reason is LossReason.REPLACED:
+                self._intake.close_epoch(lost.name, lost.epoch)
             if bus.on_lost == "fail" and lost.reason is not LossReason.REPLACED:
                 raise PeerLost(f"rollouter {lost}")
             log.warning(
@@ -286,21 +293,18 @@ class TrainerDaemon:
 
     async def _say_what_is_awaited(self) -> None:
         """No silent wait: while the trainer waits, a line every few seconds names what for."""
-        waited = 0.0
         while True:
             await asyncio.sleep(_WAIT_LINE_EVERY_S)
-            status = self._board.status
-            if status.state not in (TrainerState.WAITING, TrainerState.EVALUATING):
-                waited = 0.0
+            status, waited_s = self._board.status, self._board.state_age_s()
+            if status.state not in (TrainerState.WAITING, TrainerState.EVALUATING) or waited_s < _WAIT_LINE_EVERY_S:
                 continue
-            waited += _WAIT_LINE_EVERY_S
             rollouter = self._hub.get("rollouter", RollouterStatus)
             log.info(
                 "waiting",
                 awaits=status.detail,
-                lacks=self._intake.waiting_for(),
+                lacks=self._intake.waiting_for() if status.state is TrainerState.WAITING else "the rollouter's answer",
                 rollouter=f"{rollouter.state}: {rollouter.detail}" if rollouter else "not connected",
-                waited_s=waited,
+                waited_s=round(waited_s, 1),
             )
 
     async def _change_settings(self, request: ChangeSettings) -> SettingsChanged:

@@ -7,7 +7,7 @@ comes for a closed group or a filled seat is handed back as dropped with its rea
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
@@ -101,23 +101,21 @@ class GroupAssembler:
         return Dropped(reason=reason, members=tuple(group.seats.values()) if group else ())
 
     def close_other_epochs(self, producer: str, epoch: int) -> Dropped:
-        """Give up every open group of an earlier life of `producer`."""
-        gone = [
-            group_id
-            for group_id, group in self._open.items()
-            if group.producer_epoch[0] == producer and group.producer_epoch[1] != epoch
-        ]
-        members: list[Leased] = []
-        for group_id in gone:
-            members += self.close(group_id, DropReason.PRODUCER_LOST).members
-        return Dropped(reason=DropReason.PRODUCER_LOST, members=tuple(members))
+        """Give up every open group of another life of `producer`."""
+        return self._close_where(lambda name, life: name == producer and life != epoch, DropReason.PRODUCER_LOST)
+
+    def close_epoch(self, producer: str, epoch: int) -> Dropped:
+        """Give up every open group of this life of `producer`."""
+        return self._close_where(lambda name, life: name == producer and life == epoch, DropReason.PRODUCER_LOST)
 
     def close_all(self, reason: DropReason) -> Dropped:
         """Give up every open group."""
-        members: list[Leased] = []
-        for group_id in list(self._open):
-            members += self.close(group_id, reason).members
-        return Dropped(reason=reason, members=tuple(members))
+        return self._close_where(lambda name, life: True, reason)
+
+    def _close_where(self, chosen: Callable[[str, int], bool], reason: DropReason) -> Dropped:
+        gone = [group_id for group_id, group in self._open.items() if chosen(*group.producer_epoch)]
+        members = tuple(leased for group_id in gone for leased in self.close(group_id, reason).members)
+        return Dropped(reason=reason, members=members)
 
     def _remember(self, group_id: str, reason: DropReason) -> None:
         self._closed[group_id] = reason

@@ -73,6 +73,10 @@ class Intake:
         log.info("group closed", group_id=group_id, reason=reason)
         self._drop(self._assembler.close(group_id, DropReason.GROUP_INCOMPLETE))
 
+    def close_epoch(self, producer: str, epoch: int) -> None:
+        """That life of the producer is over: its open groups will never be whole."""
+        self._drop(self._assembler.close_epoch(producer, epoch))
+
     def close_unfinished(self) -> None:
         """The run is over: nothing more will be trained."""
         self._drop(self._assembler.close_all(DropReason.UNFINISHED))

@@ -6,7 +6,8 @@ Invariant: the topic follows every change within 100 ms, however often things ch
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from sample_bus.messages import Counts, EvaluationResult, StepSummary, TrainerState, TrainerStatus
@@ -20,12 +21,22 @@ class StatusBoard:
     """Collects what changes and publishes it."""
 
     def __init__(
-        self, control: Control, clock: ActivityClock, *, incarnation: str, num_steps: int, counts: Callable[[], Counts]
+        self,
+        control: Control,
+        clock: ActivityClock,
+        *,
+        incarnation: str,
+        num_steps: int,
+        agreed: Mapping[str, Any],
+        counts: Callable[[], Counts],
     ) -> None:
         self._control = control
         self._clock = clock
         self._counts = counts
-        self._status = TrainerStatus(state=TrainerState.STARTING, incarnation=incarnation, num_steps=num_steps)
+        self._status = TrainerStatus(
+            state=TrainerState.STARTING, incarnation=incarnation, num_steps=num_steps, agreed=dict(agreed)
+        )
+        self._entered_at = time.monotonic()
         self._dirty = asyncio.Event()
         self._dirty.set()
 
@@ -43,7 +54,12 @@ class StatusBoard:
         self._dirty.set()
 
     def enter(self, state: TrainerState, detail: str = "") -> None:
+        self._entered_at = time.monotonic()
         self.set(state=state, detail=detail)
+
+    def state_age_s(self) -> float:
+        """Seconds since the state was entered."""
+        return time.monotonic() - self._entered_at
 
     def add_step(self, summary: StepSummary) -> None:
         self.set(last_step=summary, step=summary.step)

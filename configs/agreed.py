@@ -1,0 +1,35 @@
+"""Settings that both daemons must hold alike: the arithmetic of one is checked by the other."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from configs.errors import ConfigError
+from configs.loader import dump
+from configs.schema import Settings
+
+AGREED_KEYS = (
+    "group_size",
+    "samples_per_step",
+    "num_steps",
+    "trigger_parameter_sync_step",
+    "max_staleness",
+)
+
+
+def agreed_values(settings: Settings) -> dict[str, Any]:
+    """Dotted key to value of what both daemons must hold alike."""
+    values = dump(settings)
+    return {key: values[key] for key in AGREED_KEYS}
+
+
+def check_agreement(settings: Settings, trainers: Mapping[str, Any]) -> None:
+    """Raise ConfigError, one line a key, where the trainer was started with another value."""
+    problems = [
+        f"{key}: got {mine!r} here and {trainers[key]!r} in the trainer, expected the same in both"
+        for key, mine in agreed_values(settings).items()
+        if key in trainers and trainers[key] != mine
+    ]
+    if problems:
+        raise ConfigError("\n".join(problems))
