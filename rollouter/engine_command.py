@@ -21,9 +21,6 @@ WEIGHT_BACKEND = "headrace"
 CPU_BLOCK_SIZE = 32
 """Tokens of a KV-cache block, the granularity of prefix reuse; the smallest that vLLM's CPU attention takes (default: 128)."""
 
-CPU_BATCH_TOKENS = 2048
-"""Tokens that one forward pass of a CPU engine takes, unless a longer sequence is allowed."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineShare:
@@ -64,11 +61,10 @@ def server_arguments(settings: EngineSettings, *, model_dir: str, dtype: str, so
         # A prompt read in parts makes vLLM rewind the request's generator, which PyTorch's CPU generator cannot do: the engine
         # would die at the first such prompt of a seeded request.
         arguments += ["--no-enable-chunked-prefill"]
-        arguments += ["--max-num-batched-tokens", str(max(CPU_MIN_BATCHED_TOKENS, settings.max_model_len))]
-        # A seeded request whose prompt is taken in parts ends the engine: vLLM rewinds its generator by an offset, which
-        # a CPU generator does not have. So prompts are taken whole.
-        arguments += ["--no-enable-chunked-prefill"]
-        arguments += ["--max-num-batched-tokens", str(max(CPU_BATCH_TOKENS, settings.max_model_len, settings.max_num_seqs))]
+        arguments += [
+            "--max-num-batched-tokens",
+            str(max(CPU_MIN_BATCHED_TOKENS, settings.max_model_len, settings.max_num_seqs)),
+        ]
     return [*arguments, *settings.extra_args]
 
 
