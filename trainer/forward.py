@@ -94,9 +94,18 @@ def predict(model: Any, batch: PackedBatch, shape: ModelShape, *, device: torch.
     row_logprobs = torch.log_softmax(logits, dim=-1)
     token_rows = torch.from_numpy(batch.token_rows).to(device)
     with torch.no_grad():
-        entropies = torch.special.entr(row_logprobs.exp()).sum(-1)[token_rows]
+        entropies = _entropies(row_logprobs)[token_rows]
     logprobs = row_logprobs[token_rows, torch.from_numpy(batch.token_ids).to(device)]
     return Predictions(logprobs=logprobs, entropies=entropies, anchor=None)
+
+
+def _entropies(row_logprobs: torch.Tensor) -> torch.Tensor:
+    """[R] entropy of each row of log-probabilities [R, V], in nats."""
+    probabilities = row_logprobs.exp()
+    entropies = -torch.linalg.vecdot(probabilities, row_logprobs)
+    if torch.isnan(entropies).any():  # a model that rules tokens out: 0 * -inf
+        entropies = torch.special.entr(probabilities).sum(-1)
+    return entropies
 
 
 def _additive_mask(subtree_ends: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

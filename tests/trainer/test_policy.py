@@ -16,6 +16,7 @@ from tests.fakes.samples import make_sample
 from tests.fakes.tiny_models import TinyModel, checkpoint_tensors, make_tiny_model
 from tests.trainer.sequences import of_lengths, siblings
 from trainer.errors import ModelError, NonFiniteError, PackingError
+from trainer.forward import _entropies
 from trainer.fsdp import FsdpPolicy
 from trainer.policy import LossOptions, Proximal
 from trainer.update import UpdateOptions, train_step
@@ -277,3 +278,15 @@ def test_a_directory_without_a_model_is_refused(tmp_path: Path) -> None:
 def test_one_advantage_per_sample_is_demanded(directories: dict[TinyModel, Path]) -> None:
     with pytest.raises(ValueError, match=r"advantages: got shape \(1,\), expected \[12\]"):
         train_step(policy_of(directories[TinyModel.TIED]), siblings(), np.ones(1, np.float32), options())
+
+
+@pytest.mark.parametrize("ruled_out", [False, True])
+def test_entropies_are_those_of_the_distribution_even_where_tokens_are_ruled_out(ruled_out: bool) -> None:
+    logits = torch.tensor([[0.0, 1.0, -2.0], [3.0, 3.0, 3.0]])
+    if ruled_out:
+        logits[0, 2] = -torch.inf
+    expected = torch.distributions.Categorical(logits=logits[1:]).entropy().item()
+    got = _entropies(torch.log_softmax(logits, -1))
+    np.testing.assert_allclose(got[1], expected, rtol=1e-6)
+    two = torch.distributions.Categorical(logits=logits[0, : 2 if ruled_out else 3]).entropy()
+    np.testing.assert_allclose(got[0], two, rtol=1e-6)
