@@ -102,6 +102,14 @@ class Picture:
             if step.step >= self.num_steps:
                 self.ended_phases.setdefault(Phase.TRAINING, step.finished_at)
 
+    def see_stopping(self, now: float) -> None:
+        """The run is broken off; what it was at ends here."""
+        self.is_stopping = True
+        order = list(Phase)
+        current = max((order.index(phase) for phase in self.ended_phases), default=-1) + 1
+        if current < order.index(Phase.CLOSING):
+            self.ended_phases[order[current]] = now
+
     def see_end(self, now: float) -> None:
         """All processes have ended."""
         self.ended_phases.setdefault(Phase.CLOSING, now)

@@ -199,7 +199,7 @@ class _Session:
             return
         finished = bool(self._children) and all(child.exit_code == 0 for child in self._children)
         if not finished:
-            self._picture.is_stopping = True
+            self._picture.see_stopping(time.time())
             self._changed.set()
             self._traces.observe()
             await stop(self._children, self._times, at_once=self._signals.kill)

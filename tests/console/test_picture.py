@@ -70,6 +70,17 @@ def test_a_run_without_first_evaluation_goes_from_engines_to_training() -> None:
     assert seconds[Phase.TRAINING] == 15.0
 
 
+def test_a_run_that_is_broken_off_ends_in_the_phase_it_was_in() -> None:
+    run = picture()
+    run.see_connected(902.0)
+    run.see_trainer(trainer(step=0), 910.0)
+    run.see_stopping(930.0)
+    run.see_end(933.0)
+    seconds = run.phase_seconds(933.0)
+    assert (seconds[Phase.MODEL], seconds[Phase.ENGINES], seconds[Phase.CLOSING]) == (8.0, 20.0, 3.0)
+    assert run.is_stopping
+
+
 @given(
     ended=st.dictionaries(
         st.sampled_from([phase for phase in Phase if phase is not Phase.CLOSING]), st.floats(0, 100, allow_nan=False)
