@@ -87,6 +87,7 @@ class SocketThread:
         self._liveness = Liveness(
             timeout_s=bus.heartbeat_timeout_s, longest_tick_s=2 * bus.heartbeat_interval_s, now=time.monotonic()
         )
+        self._connected = self._routed
         self._beating: set[bytes] = set()
         self._probed: set[bytes] = set()
         self._backlog: dict[bytes, dict[str | int, Frames]] = {}
@@ -239,8 +240,10 @@ class SocketThread:
     def _note_connection(self, monitor: zmq.Socket[bytes]) -> None:
         while monitor.poll(0):
             if recv_monitor_message(monitor)["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                self._connected = True
                 self._events.append(Connected())
             else:
+                self._connected = False
                 self._backlog.clear()
                 self._events.append(Disconnected(peer=SERVER))
 
@@ -267,6 +270,8 @@ class SocketThread:
 
     def _try_send(self, peer: bytes, frames: Frames) -> bool:
         """False if the peer's queue is full. A message to a peer that is gone counts as sent: its Disconnected is reported."""
+        if not self._connected:
+            return True
         try:
             self._socket.send_multipart([peer, *frames] if self._routed else frames, zmq.NOBLOCK, copy=False)
         except zmq.Again:

@@ -50,7 +50,7 @@ class ZmqLink:
         self._outbox = Outbox(name, self._epoch, self._send_sample)
         self._resumptions: Feed[Resumption] = Feed()
         self._greeting = 0
-        self._greeted = True
+        self._awaits_welcome = False
         self._settled = 0
         self._max_sample_bytes = bus.max_sample_bytes
         self._io: SocketThread
@@ -60,7 +60,6 @@ class ZmqLink:
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         socket = context.socket(zmq.DEALER)
         set_options(socket, self._bus, self._address)
-        socket.setsockopt(zmq.IMMEDIATE, 1)
         socket.setsockopt(zmq.RECONNECT_IVL, 100)
         socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
         thread = SocketThread(context, socket, self._bus, name=self._name, deliver=self._deliver)
@@ -177,12 +176,10 @@ class ZmqLink:
                 case events.Disconnected():
                     self._pause(PeerState.DISCONNECTED)
                 case events.Silent():
-                    self._greeted = False
                     self._outbox.pause()
                     self._watch.silent(event.silent_s)
                 case events.HeardAgain():
-                    if not self._greeted:
-                        self._greet()
+                    self._greet_again()
                 case events.Malformed():
                     log.warning("message from the trainer rejected", error=event.error)
                 case events.Crashed():
@@ -204,7 +201,7 @@ class ZmqLink:
                 if message.greeting == self._greeting:
                     self._begin(message)
             case frames.Reset():
-                self._greet()
+                self._greet_again()
             case frames.Refused():
                 if message.greeting == self._greeting:
                     error = Refused(f"the trainer at {self._address} refuses {self._name!r}: {message.reason}")
@@ -217,14 +214,14 @@ class ZmqLink:
                 log.warning("message of an unexpected kind from the trainer", kind=type(message).__name__)
 
     def _pause(self, state: PeerState) -> None:
-        self._greeted = False
+        self._awaits_welcome = False
         self._outbox.pause()
         self._watch.away(state)
 
     def _greet(self) -> None:
         """Say who we are and where our stream stands; nothing is sent until the trainer welcomes us."""
         self._greeting += 1
-        self._greeted = True
+        self._awaits_welcome = True
         self._outbox.pause()
         hello = frames.Hello(
             protocol=frames.PROTOCOL,
@@ -237,10 +234,16 @@ class ZmqLink:
         )
         self._io.send_control(SERVER, hello, key="hello")
 
+    def _greet_again(self) -> None:
+        """The trainer does not know us, or not any more; unless our greeting is on its way already."""
+        if not self._awaits_welcome:
+            self._greet()
+
     def _begin(self, welcome: frames.Welcome) -> None:
         """A trainer took this client: the first, the same one after a broken connection, or another one."""
         before = self._resumptions.newest
         anew = before is None or before.incarnation != welcome.incarnation
+        self._awaits_welcome = False
         self._io.track(SERVER)
         self._max_sample_bytes = min(self._bus.max_sample_bytes, welcome.max_sample_bytes)
         if anew:

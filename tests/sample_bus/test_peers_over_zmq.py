@@ -10,7 +10,7 @@ import structlog
 
 from sample_bus.errors import AddressInUse, BusError, PeerLost, Refused, RequestFailed
 from sample_bus.frames import Refused as RefusedMessage
-from sample_bus.messages import Accepted
+from sample_bus.messages import Accepted, EndOfRun, EndReason, RollouterState, RollouterStatus
 from sample_bus.peers import LossReason, PeerState
 from tests.fakes.samples import make_sample
 from tests.sample_bus.ends import Child, RawClient, hub_at, link_to, pair, soon, until
@@ -195,6 +195,28 @@ async def test_trainer_that_leaves_is_seen_at_once_and_its_successor_is_found(ad
         async with hub_at(address, incarnation="two"):
             await link.wait_connected(30)
             await until(lambda: link.resumption is not None and link.resumption.incarnation == "two")
+
+
+async def test_end_that_is_published_just_before_the_trainer_closes_always_arrives(address: str) -> None:
+    for _ in range(20):
+        async with link_to(address) as link:
+            async with hub_at(address) as hub:
+                await link.wait_connected(30)
+                await hub.publish("end", EndOfRun(reason=EndReason.FINISHED))
+            end = await soon(anext(link.watch("end", EndOfRun)))
+            assert end.reason is EndReason.FINISHED
+
+
+async def test_state_that_is_published_just_before_the_rollouter_closes_always_arrives(address: str) -> None:
+    async with hub_at(address) as hub:
+        for version in range(20):
+            async with link_to(address) as link:
+                await link.wait_connected(30)
+                await link.publish("rollouter", RollouterStatus(state=RollouterState.ENDED, policy_version=version))
+            async with asyncio.timeout(30):
+                async for status in hub.watch("rollouter", RollouterStatus):
+                    if status.policy_version == version:
+                        break
 
 
 async def test_lost_trainer_ends_offers_and_requests_when_told_to_fail(address: str) -> None:
