@@ -2,10 +2,10 @@
 
 `python -m benchmarks.train_step [--quick] [--json] [--dtype auto|float32|bfloat16] [--steps N]`
 
-Data is like the demo's: 8 few-shot addition prompts, 8 answers each, 2 to 4 tokens; the model SmolLM2-135M, or with --quick a
-tiny one. The padded way is the plain recipe: float32 weights under autocast, logits of all positions, torch's own AdamW.
-First the three ways must give the same gradient, in float32, on two groups. Seconds are wall time, with this process's processor
-time beside it: on a busy machine only the latter compares.
+Data is like the demo's: 8 few-shot addition prompts, 8 answers each, 2 to 4 tokens; the model SmolLM2-135M, or with --quick
+a tiny one. The padded way is the plain recipe: float32 weights under autocast, logits of all positions, torch's own AdamW.
+First the three ways must give the same gradient, in float32, on two groups. Seconds are wall time, with this process's
+processor time beside it: on a busy machine only the latter compares.
 """
 
 from __future__ import annotations
@@ -88,7 +88,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             measure(way, prepared.model_dir, samples, advantages, dtype=dtype, steps=steps) for way in arguments.ways.split(",")
         ]
     print(
-        f"{len(samples)} samples, {sum(s.num_tokens for s in samples)} tokens, {sum(s.num_trained_tokens for s in samples)} trained"
+        f"{len(samples)} samples, {sum(s.num_tokens for s in samples)} tokens, "
+        f"{sum(s.num_trained_tokens for s in samples)} trained"
     )
     print(f"{str(dtype).removeprefix('torch.')}, {arguments.threads} thread(s), freed memory {'kept' if kept else 'not kept'}")
     print(

@@ -102,7 +102,7 @@ def predict(model: Any, batch: PackedBatch, shape: ModelShape, *, device: torch.
 def _entropies(row_logprobs: torch.Tensor) -> torch.Tensor:
     """[R] entropy of each row of log-probabilities [R, V], in nats."""
     probabilities = row_logprobs.exp()
-    entropies = -torch.linalg.vecdot(probabilities, row_logprobs)
+    entropies: torch.Tensor = -torch.linalg.vecdot(probabilities, row_logprobs)
     if torch.isnan(entropies).any():  # a model that rules tokens out: 0 * -inf
         entropies = torch.special.entr(probabilities).sum(-1)
     return entropies
