@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import yaml
 
 from configs.errors import ConfigError
+from configs.gpu import visible_gpus
 from configs.keys import listing
 from configs.loader import load
 from configs.schema import Settings
+from configs.unused import unused
 
 
 def parse(argv: Sequence[str], *, prog: str, description: str) -> Settings:
@@ -37,11 +39,19 @@ def parse(argv: Sequence[str], *, prog: str, description: str) -> Settings:
             sys.stderr.write(f"{prog}: error: {line}\n")
         raise SystemExit(2) from None
     if arguments.dry_run:
-        sys.stdout.write(as_yaml(settings))
+        sys.stdout.write(as_yaml(settings, notes=unused(settings, on_gpu=bool(visible_gpus()))))
         raise SystemExit(0)
     return settings
 
 
-def as_yaml(settings: Settings) -> str:
-    """The resolved settings as YAML that loads back to the same."""
-    return yaml.safe_dump(settings.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+def as_yaml(settings: Settings, *, notes: Mapping[str, str] | None = None) -> str:
+    """The resolved settings as YAML that loads back to the same; a key in `notes` is marked as not used, with the reason."""
+    lines, section = [], ""
+    for line in yaml.safe_dump(settings.model_dump(mode="json"), sort_keys=False, allow_unicode=True, width=1000).splitlines():
+        name = line.strip().partition(":")[0]
+        if not line.startswith((" ", "-")):
+            section = name if line.endswith(":") else ""
+        key = f"{section}.{name}" if line.startswith(" ") and section else name
+        note = (notes or {}).get(key)
+        lines.append(f"{line}  # not used: {note}" if note else line)
+    return "\n".join(lines) + "\n"

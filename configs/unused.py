@@ -1,0 +1,49 @@
+"""Which settings do nothing under the others: told by `--dry-run`, so that an option without effect is no riddle."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from configs.keys import leaves
+from configs.schema import Settings
+
+MADE_HERE = "tiny-sort"
+CONVERTED_HERE = "smollm2-135m-instruct"
+_EVALUATION_DETAILS = tuple(
+    key.removeprefix("evaluation.")
+    for key in leaves()
+    if key.startswith("evaluation.") and key.removeprefix("evaluation.") not in ("at_start", "at_end", "every_versions")
+)
+
+
+def unused(settings: Settings, *, on_gpu: bool) -> dict[str, str]:
+    """Dotted key to why it has no effect. `on_gpu`: whether engines and trainer would run on GPUs."""
+    return dict(_unused(settings, on_gpu))
+
+
+def _unused(settings: Settings, on_gpu: bool) -> Iterator[tuple[str, str]]:
+    if settings.engine.urls:
+        started_here = ("num_engines", "kv_cache_bytes", "gpu_memory_utilization", "max_num_seqs", "max_restarts", "extra_args")
+        yield from ((f"engine.{name}", "engine.urls are given: no engine is started here") for name in started_here)
+    elif on_gpu:
+        yield "engine.kv_cache_bytes", "a GPU engine sizes its KV cache by engine.gpu_memory_utilization"
+    else:
+        yield "engine.gpu_memory_utilization", "there is no GPU: the KV cache is sized by engine.kv_cache_bytes"
+    if settings.model.source != MADE_HERE:
+        yield "model.warm_start_steps", f"only {MADE_HERE} is warm-started here"
+    if settings.model.source in (MADE_HERE, CONVERTED_HERE):
+        yield "model.trust_remote_code", f"{settings.model.source} brings no code along"
+    else:
+        yield "model.cache_dir", "an existing model is used where it stands"
+    if settings.max_staleness is None:
+        yield "on_stale", "max_staleness is null: no sample is ever too old"
+    if not (settings.evaluation.at_start or settings.evaluation.at_end or settings.evaluation.every_versions):
+        yield from ((f"evaluation.{name}", "no evaluation is ever asked for") for name in _EVALUATION_DETAILS)
+        if settings.data.held_out_fraction == 0:
+            yield "data.held_out_fraction", "no evaluation is ever asked for"
+    if not (settings.checkpoint.every_steps or settings.checkpoint.at_end):
+        yield "checkpoint.keep", "no checkpoint is ever saved"
+    if "wandb" not in settings.tracking.backends:
+        yield "tracking.wandb_project", "wandb is not among tracking.backends"
+    if on_gpu:
+        yield "trainer.num_threads", "the trainer runs on a GPU"

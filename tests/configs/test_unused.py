@@ -1,0 +1,58 @@
+"""An option that does nothing under the others is marked as such, with the reason."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from configs.command import as_yaml
+from configs.keys import leaves
+from configs.loader import load
+from configs.unused import unused
+
+
+def _unused(overrides: list[str], *, on_gpu: bool = False) -> dict[str, str]:
+    return unused(load(None, overrides, environment={}), on_gpu=on_gpu)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "on_gpu", "key", "is_unused"),
+    [
+        ([], False, "on_stale", True),
+        (["max_staleness=2"], False, "on_stale", False),
+        ([], False, "engine.gpu_memory_utilization", True),
+        ([], True, "engine.gpu_memory_utilization", False),
+        ([], True, "engine.kv_cache_bytes", True),
+        (["engine.urls=[http://127.0.0.1:1]"], False, "engine.num_engines", True),
+        (["model.source=tiny-sort"], False, "model.warm_start_steps", False),
+        (["model.source=/some/model"], False, "model.warm_start_steps", True),
+        (["checkpoint.every_steps=5"], False, "checkpoint.keep", False),
+        ([], False, "checkpoint.keep", True),
+        (["tracking.backends=[wandb]"], False, "tracking.wandb_project", False),
+        (["evaluation.at_start=false", "evaluation.at_end=false"], False, "evaluation.max_tasks", True),
+    ],
+)
+def test_option_without_effect_is_marked_under_the_options_that_disable_it(
+    overrides: list[str], on_gpu: bool, key: str, is_unused: bool
+) -> None:
+    """B121: interactions with other options."""
+    assert (key in _unused(overrides, on_gpu=on_gpu)) == is_unused
+
+
+def test_every_marked_key_exists() -> None:
+    for overrides in ([], ["engine.urls=[http://a]"], ["evaluation.at_start=false", "evaluation.at_end=false"]):
+        for on_gpu in (False, True):
+            assert set(_unused(overrides, on_gpu=on_gpu)) <= set(leaves())
+
+
+def test_effective_settings_show_the_mark_and_still_load_back(tmp_path: Path) -> None:
+    """B121: the printout of --dry-run."""
+    settings = load(None, ['sampling.stop=["\\n"]', "tracking.backends=[jsonl]"], environment={})
+    text = as_yaml(settings, notes=unused(settings, on_gpu=False))
+    marked = [line for line in text.splitlines() if "# not used" in line]
+    assert any(line.startswith("on_stale: drop  # not used: max_staleness is null") for line in marked)
+    assert any(line.startswith("  wandb_project: headrace  # not used:") for line in marked)
+    path = tmp_path / "effective.yaml"
+    path.write_text(text)
+    assert load(path, environment={}) == settings
