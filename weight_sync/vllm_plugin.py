@@ -42,6 +42,7 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from vllm.model_executor.model_loader.reload.utils import get_tensor_load_numel
 
+from weight_sync.allocator import keep_freed_memory
 from weight_sync.checkpoint import check_against_checkpoint, checkpoint_shapes
 from weight_sync.effective import compare_effective
 from weight_sync.errors import ManifestMismatch, WeightLoadError
@@ -85,6 +86,8 @@ class HeadraceWeightEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # type:
         super().__init__(config, vllm_config, device, model)
         if not vllm.__version__.startswith(SUPPORTED_VLLM):
             log.warning("vLLM release was not checked", got=vllm.__version__, expected=SUPPORTED_VLLM)
+        if device.type == "cpu":
+            keep_freed_memory()
         parallel = vllm_config.parallel_config
         self.staging = StagingArea(check_manifest=self._check_manifest, rank=parallel.rank, num_ranks=parallel.world_size)
         self._expected = checkpoint_shapes(Path(self.model_config.model))
