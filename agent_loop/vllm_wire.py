@@ -103,7 +103,7 @@ def _logprob_of(token: int, entry: Any, at: int, request_id: str) -> float:
     for candidate in (entry, *(alternatives if isinstance(alternatives, list) else ())):
         if isinstance(candidate, dict) and candidate.get("token_id") == token:
             logprob = candidate.get("logprob")
-            if type(logprob) in (int, float) and logprob > STAND_IN_LOGPROB:
+            if isinstance(logprob, (int, float)) and not isinstance(logprob, bool) and logprob > STAND_IN_LOGPROB:
                 return float(logprob)
             raise BadGeneration(f"request {request_id}: got logprob {logprob} at token {at}, expected a finite number")
     raise BadGeneration(f"request {request_id}: got no logprob for token {at} (id {token}) in {str(entry)[:200]}")

@@ -25,8 +25,8 @@ class WeightRounds:
             WeightSyncSettings(),
             socket_dir=socket_dir,
             dtype=dtype,
-            on_staged=lambda report: self._loop.call_soon_threadsafe(self._staged, report),
-            on_failed=lambda failure: self._loop.call_soon_threadsafe(self._failed, failure),
+            on_staged=self._report_staged,
+            on_failed=self._report_failed,
         )
 
     def __enter__(self) -> Self:
@@ -50,6 +50,12 @@ class WeightRounds:
 
     async def wait_staged(self, announced: WeightRound, engine: str, nonce: str) -> None:
         await self._of(nonce)
+
+    def _report_staged(self, report: StageReport) -> None:
+        self._loop.call_soon_threadsafe(self._staged, report)
+
+    def _report_failed(self, failure: StageFailure) -> None:
+        self._loop.call_soon_threadsafe(self._failed, failure)
 
     def _of(self, nonce: str) -> asyncio.Future[None]:
         return self._settled.setdefault(nonce, self._loop.create_future())

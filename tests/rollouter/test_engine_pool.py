@@ -52,7 +52,8 @@ def processed(token: int, temperature: float) -> float:
 async def opened(
     tmp_path: Path, *, num_engines: int = 1, mode: Any = "keep", start: bool = True, **changes: Any
 ) -> AsyncIterator[Setting]:
-    rounds, results = FakeRounds(), []
+    rounds = FakeRounds()
+    results: list[RoundResult] = []
     async with AsyncExitStack() as stack:
         servers = [FakeVllm(socket=tmp_path / f"e{index}", on_stage=rounds.report) for index in range(num_engines)]
         for server in servers:
