@@ -130,6 +130,11 @@ class TrainerSettings(Section):
     beta1: float = Field(0.9, ge=0, lt=1, description="AdamW's first moment decay.")
     beta2: float = Field(0.95, ge=0, lt=1, description="AdamW's second moment decay.")
     max_grad_norm: float = Field(1.0, gt=0, description="Gradients are scaled down to this global norm.")
+    proximal: Literal["step", "behavior"] = Field(
+        "step",
+        description="What the clipped ratio is taken against: the weights at the start of the step, with a capped importance "
+        "weight for the samples' age (decoupled form), or the weights that sampled the token (PPO).",
+    )
     clip_low: float = live(0.2, Scope.NEXT_STEP, gt=0, lt=1, description="Ratio's lower clip: 1 - clip_low.")
     clip_high: float = live(0.28, Scope.NEXT_STEP, gt=0, description="Ratio's upper clip: 1 + clip_high.")
     max_importance_weight: float = live(

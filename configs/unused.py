@@ -35,6 +35,11 @@ def _unused(settings: Settings, on_gpu: bool) -> Iterator[tuple[str, str]]:
         yield "model.trust_remote_code", f"{settings.model.source} brings no code along"
     else:
         yield "model.cache_dir", "an existing model is used where it stands"
+    if settings.trainer.proximal == "step":
+        reason = "one optimizer step a batch: the ratio against the step's own start is 1 and never clipped"
+        yield from ((f"trainer.{name}", reason) for name in ("clip_low", "clip_high"))
+    else:
+        yield "trainer.max_importance_weight", "proximal=behavior takes the ratio itself, without an importance weight"
     if settings.max_staleness is None:
         yield "on_stale", "max_staleness is null: no sample is ever too old"
     if not (settings.evaluation.at_start or settings.evaluation.at_end or settings.evaluation.every_versions):

@@ -28,7 +28,7 @@ from trainer.clock import Activity, ActivityClock
 from trainer.evaluations import Evaluations
 from trainer.groups import Group
 from trainer.intake import Intake
-from trainer.policy import LossOptions, Policy, StepReport
+from trainer.policy import LossOptions, Policy, Proximal, StepReport
 from trainer.publisher import Publisher
 from trainer.status import StatusBoard
 from trainer.tracking import Tracker
@@ -147,7 +147,10 @@ class TrainingLoop:
             learning_rate=trainer.learning_rate,
             warmup_steps=trainer.warmup_steps,
             loss=LossOptions(
-                clip_low=trainer.clip_low, clip_high=trainer.clip_high, max_importance_weight=trainer.max_importance_weight
+                clip_low=trainer.clip_low,
+                clip_high=trainer.clip_high,
+                max_importance_weight=trainer.max_importance_weight,
+                proximal=Proximal(trainer.proximal),
             ),
         )
         with self._clock.during(Activity.TRAINING):
