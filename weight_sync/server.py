@@ -281,7 +281,7 @@ class WeightServer:
         try:
             digest = self._send(sender, hello)
         except (WeightSyncError, OSError) as error:
-            log.warning("staging failed", engine=hello.engine, policy_version=hello.policy_version, error=str(error))
+            log.debug("staging failed", engine=hello.engine, policy_version=hello.policy_version, error=str(error))
             sender.connection.give_up(str(error))
             with self._changed:
                 self._ranks.pop((hello.engine, hello.nonce, hello.policy_version), None)

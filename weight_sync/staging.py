@@ -97,6 +97,7 @@ class StagingArea:
                 "state": self._state.value,
                 "staged": self._staged.policy_version if self._staged else None,
                 "loaded": self._loaded.policy_version if self._loaded else None,
+                "loaded_digest": self._loaded.digest if self._loaded else "",
                 "error": self._error,
             }
 

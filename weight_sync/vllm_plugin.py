@@ -197,7 +197,7 @@ class WorkerExtension:
         return weight_engine.staging.status()
 
     def headrace_status(self) -> dict[str, object]:
-        """State of the staging: `state`, `staged` and `loaded` versions, `error`."""
+        """State of the staging: `state`, `staged` and `loaded` versions, `loaded_digest`, `error`."""
         return _weight_engine(self).staging.status()
 
     def headrace_checksums(self) -> dict[str, object]:

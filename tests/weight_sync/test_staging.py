@@ -62,8 +62,15 @@ def test_a_version_can_be_loaded_as_soon_as_the_trainer_knows_that_it_is_staged(
     with serving(tmp_path) as (server, outcomes):
         area = StagingArea(check_manifest=accept)
         for version in range(1, 20):
-            assert_holds(sync(area, server, outcomes, version), version)
-            assert area.status() == {"state": "idle", "staged": None, "loaded": version, "error": ""}
+            staged = sync(area, server, outcomes, version)
+            assert_holds(staged, version)
+            assert area.status() == {
+                "state": "idle",
+                "staged": None,
+                "loaded": version,
+                "loaded_digest": staged.digest,
+                "error": "",
+            }
 
 
 def test_memory_is_taken_for_two_versions_and_then_reused(tmp_path: Path) -> None:
@@ -205,7 +212,7 @@ def test_a_restarted_trainer_with_the_same_number_but_other_weights_is_not_mista
 def test_closing_ends_a_staging_under_way(tmp_path: Path) -> None:
     with serving(tmp_path) as (server, outcomes):
         server.publish(weights(1).items(), policy_version=1)
-        area = StagingArea(check_manifest=lambda manifest: area.close() if manifest is None else time.sleep(0.2))
+        area = StagingArea(check_manifest=lambda manifest: time.sleep(0.2))
         stage(area, server, 1)
         area.close()
         wait_until_settled(area)

@@ -84,7 +84,13 @@ def test_the_engine_confirms_checksums_of_what_it_loaded(seen: Seen) -> None:
     assert seen["checksums"]["checksums"] == seen["expected checksums"]
     assert seen["checksums"]["policy_version"] == 1
     assert seen["checksums"]["manifest_digest"] == seen["digest"]
-    assert seen["status"] == {"state": "idle", "staged": None, "loaded": 1, "error": ""}
+    assert seen["status"] == {
+        "state": "idle",
+        "staged": None,
+        "loaded": 1,
+        "loaded_digest": seen["digest"],
+        "error": "",
+    }
 
 
 def test_staging_does_not_change_what_is_served(seen: Seen) -> None:
