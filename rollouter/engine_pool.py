@@ -7,6 +7,7 @@ updated. An engine that was started again, or on which a round failed, catches u
 from __future__ import annotations
 
 import asyncio
+import resource
 from collections.abc import Callable
 from pathlib import Path
 
@@ -29,10 +30,9 @@ from sample_bus.messages import EngineStatus, RoundResult, WeightRound
 
 log = structlog.get_logger()
 
-CONTROL_TIMEOUT_S = 30.0
-_HEALTH_TIMEOUT_S = 10.0
 _MAX_FAILED_COMMITS = 3
 _CATCH_UP_AGAIN_S = 1.0
+_OTHER_FILES = 256
 _ENDING_S = 1.0
 """An engine that closes its connections is about to end."""
 _REACH_EVERY_S = 2.0
@@ -81,7 +81,9 @@ class EnginePool:
         return members
 
     def _client(self, address: str) -> VllmClient:
-        return VllmClient(address, request_timeout_s=self._settings.request_timeout_s, control_timeout_s=CONTROL_TIMEOUT_S)
+        return VllmClient(
+            address, request_timeout_s=self._settings.request_timeout_s, control_timeout_s=self._weight_sync.round_timeout_s
+        )
 
     # ── life ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -97,6 +99,7 @@ class EnginePool:
         Raises EngineStartError; what was started is ended by `close`.
         """
         self._model = (model_dir, dtype)
+        _allow_connections(sum(member.max_requests for member in self._members))
         try:
             async with asyncio.TaskGroup() as group:
                 for member in self._members:
@@ -179,11 +182,13 @@ class EnginePool:
             member.trouble.clear()
             if ended.done():
                 return _how_it_ended(member, ended.result())
-            if not await member.client.is_healthy(timeout_s=_HEALTH_TIMEOUT_S):
+            if not await member.client.is_healthy(timeout_s=self._weight_sync.connect_timeout_s):
                 await asyncio.wait((ended,), timeout=_ENDING_S)
                 if ended.done():
                     return _how_it_ended(member, ended.result())
-                reason = f"no answer to a health check within {_HEALTH_TIMEOUT_S:g} s"
+                reason = (
+                    f"no answer to a health check (weight_sync.connect_timeout_s={self._weight_sync.connect_timeout_s:g} s)"
+                )
             elif await self._recover(member):
                 continue
             elif member.failed_commits < _MAX_FAILED_COMMITS:
@@ -235,7 +240,7 @@ class EnginePool:
     async def _reach(self, member: Member, *, timeout_s: float) -> None:
         try:
             async with asyncio.timeout(timeout_s):
-                while not await member.client.is_healthy(timeout_s=_HEALTH_TIMEOUT_S):
+                while not await member.client.is_healthy(timeout_s=self._weight_sync.connect_timeout_s):
                     log.info("waiting for an engine", engine=member.name, address=member.client.address)
                     await asyncio.sleep(_REACH_EVERY_S)
         except TimeoutError:
@@ -328,6 +333,20 @@ class EnginePool:
             self._alive.clear()
         self._seats.refresh()
         self._on_change()
+
+
+def _allow_connections(num_connections: int) -> None:
+    """Make sure that this process may open one connection a request. Raises EngineStartError."""
+    needed = num_connections + _OTHER_FILES
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft >= needed or soft == resource.RLIM_INFINITY:
+        return
+    if hard != resource.RLIM_INFINITY and hard < needed:
+        raise EngineStartError(
+            f"{num_connections} requests at once (engine.max_num_seqs of all engines) need {needed} open files; "
+            f"no more than {hard} are allowed (ulimit -Hn)"
+        )
+    resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
 
 
 def _how_it_ended(member: Member, status: object) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import resource
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
@@ -340,6 +341,16 @@ async def test_tokens_of_weights_that_no_round_brought_are_refused(tmp_path: Pat
         s.servers[0].label = "default"
         with pytest.raises(BadGeneration, match="no round brought"):
             await s.generate()
+
+
+async def test_more_requests_than_open_files_allow_are_refused_at_the_start(tmp_path: Path) -> None:
+    """B137"""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard == resource.RLIM_INFINITY:
+        hard = 1 << 30
+    async with opened(tmp_path, start=False, max_num_seqs=hard) as s:
+        with pytest.raises(EngineStartError, match=rf"need {hard + 256} open files; no more than {hard} are allowed"):
+            await s.pool.start("/model", "float32")
 
 
 async def test_a_closed_pool_answers_whoever_waits(tmp_path: Path) -> None:

@@ -149,6 +149,24 @@ async def test_finish_leaves_no_request_with_two_versions(served: Served) -> Non
     assert np.abs(got.logprobs - served.expected(prompt, got, version=served.version - 1)).max() < CLOSE
 
 
+async def test_requests_given_up_around_a_pause_harm_nobody(served: Served) -> None:
+    """B08: cancelled before, during and after the pause of a sync; the others go on and the engine stays."""
+    await served.sync()
+    for wave in range(4):
+        tasks = [
+            asyncio.create_task(served.generate(prompt_of(24, seed=50 + i), max_tokens=200, seed=10 * wave + i))
+            for i in range(12)
+        ]
+        await asyncio.sleep(0.1)
+        syncing = asyncio.create_task(served.sync())
+        for task in tasks[::2]:
+            task.cancel()
+            await asyncio.sleep(0.01 * wave)
+        await syncing
+        assert all(generation.token_ids.size for generation in await asyncio.gather(*tasks[1::2]))
+    assert served.pool._members[0].restarts == 0
+
+
 async def test_a_stop_token_ends_the_turn_and_is_kept_with_its_logprob(served: Served) -> None:
     """B62"""
     await served.sync()
