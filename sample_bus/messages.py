@@ -144,6 +144,8 @@ class TrainerStatus(Message):
     num_steps: int = 0
     agreed: dict[str, Any] = Field(default_factory=dict)
     """Settings that the rollouter must hold alike (configs.agreed)."""
+    rollouter: str | None = None
+    """The rollouter that is connected now."""
     model_dir: str | None = None
     """Where the model stands, once it is prepared; engines start from it."""
     model_dtype: str | None = None

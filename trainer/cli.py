@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import sys
 from collections.abc import Sequence
+from typing import NoReturn
 
 import structlog
 
@@ -14,8 +15,8 @@ from configs.logs import set_up
 from trainer.process import leave, set_up_process
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the trainer daemon; returns the exit code."""
+def main(argv: Sequence[str] | None = None) -> NoReturn:
+    """Run the trainer daemon and end the process with its exit code."""
     settings = parse(
         sys.argv[1:] if argv is None else argv,
         prog="trainer",
@@ -30,12 +31,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         asyncio.run(run(settings))
     except ConfigError as error:
         sys.stderr.write(f"trainer: error: {error}\n")
-        return leave(2)
+        leave(2)
     except Exception as error:
         log.error("trainer failed", error=f"{type(error).__name__}: {error}", exc_info=settings.logging.level == "debug")
-        return leave(1)
-    return leave(0)
+        leave(1)
+    leave(0)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

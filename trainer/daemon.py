@@ -8,20 +8,18 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import importlib
 import secrets
 import signal
 import time
-from collections.abc import Awaitable, Callable
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import asdict
-from typing import TypeVar
 
 import structlog
 
 from configs.agreed import agreed_values
 from configs.live import LiveSettings
-from configs.loader import dump
-from configs.paths import bus_address, socket_dir
+from configs.paths import bus_address
 from configs.schema import Settings
 from sample_bus.errors import PeerLost
 from sample_bus.messages import (
@@ -42,17 +40,11 @@ from sample_bus.peers import LossReason
 from sample_bus.protocols import Hub
 from trainer.clock import ActivityClock
 from trainer.errors import TrainerError
-from trainer.evaluations import Evaluations
 from trainer.intake import Intake
-from trainer.loop import TrainingLoop
-from trainer.policy import Policy
 from trainer.process import TRAINING_THREAD
-from trainer.publisher import Publisher
 from trainer.status import StatusBoard
-from trainer.tracking import Tracker, open_tracker
 
 log = structlog.get_logger()
-R = TypeVar("R")
 
 _WAIT_LINE_EVERY_S = 10.0
 _GOODBYE_TIMEOUT_S = 10.0
@@ -60,8 +52,8 @@ _KEPT_CHANGES = 100
 _STOPPED_AT_ONCE = "stopped at once"
 
 
-class _DrainedAtStart(Exception):
-    """Raised when draining is asked for before training has begun."""
+class _Drained(Exception):
+    """Raised when draining is asked for and there is nothing to wait for: training has not begun, or the rollouter is gone."""
 
 
 class RolloutFailed(TrainerError):
@@ -120,8 +112,8 @@ class TrainerDaemon:
             num_steps=settings.num_steps,
             agreed=agreed_values(settings),
             counts=self._intake.counts,
+            rollouter=lambda: hub.rollouter,
         )
-        self._training = False
         self._rollouter_failed: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         hub.handle("settings.set", ChangeSettings, self._change_settings)
         hub.handle("rollout.failed", RolloutDropped, self._close_group)
@@ -145,7 +137,7 @@ class TrainerDaemon:
                     )
                 ]
                 try:
-                    await self._train(tasks, executor)
+                    await self._train(executor)
                 finally:
                     for task in side:
                         task.cancel()
@@ -156,8 +148,8 @@ class TrainerDaemon:
             )
         except ExceptionGroup as failures:
             first = _first(failures)
-            if isinstance(first, _DrainedAtStart):
-                end = EndOfRun(reason=EndReason.STOPPED, message="drained on request before the first step")
+            if isinstance(first, _Drained):
+                end = EndOfRun(reason=EndReason.STOPPED, message=f"drained on request {first}")
                 return
             end = EndOfRun(reason=EndReason.FAILED, message=f"{type(first).__name__}: {first}")
             raise first from first.__cause__
@@ -168,119 +160,45 @@ class TrainerDaemon:
     async def _end_when_drained_at_start(self) -> None:
         """Nothing is in flight before training begins: draining then is stopping."""
         await self._drain.wait()
-        if not self._training:
-            raise _DrainedAtStart
+        if self._board.status.state is TrainerState.STARTING:
+            raise _Drained("before the first step")
 
-    async def _train(self, tasks: asyncio.TaskGroup, executor: Executor) -> None:
-        settings = self._settings
-        loop = asyncio.get_running_loop()
-
-        def in_thread(function: Callable[[], R]) -> asyncio.Future[R]:
-            return loop.run_in_executor(executor, function)
-
-        self._board.enter(TrainerState.STARTING, f"preparing model {settings.model.source}")
-        from trainer.models import prepare_model
-
-        prepared = await in_thread(lambda: prepare_model(settings))
-        self._board.set(model_dir=str(prepared.model_dir), model_dtype=str(prepared.dtype).removeprefix("torch."))
-        self._board.enter(TrainerState.STARTING, "loading the model")
-        from trainer.fsdp import FsdpPolicy
-
-        policy = await in_thread(
-            lambda: FsdpPolicy(
-                prepared.model_dir,
-                settings.trainer,
-                dtype=prepared.dtype,
-                trust_remote_code=settings.model.trust_remote_code,
-            )
-        )
-        step, version = await in_thread(lambda: self._resume(policy))
-        self._board.set(origin_version=version, policy_version=version, step=step)
-        self._hub.set_origin(version)
-        tracker: Tracker = await asyncio.to_thread(
-            lambda: open_tracker(
-                settings.tracking,
-                run_dir=settings.run_dir,
-                name=settings.name,
-                incarnation=self._incarnation,
-                config=dump(settings),
-            )
-        )
-        publisher = Publisher(
-            self._hub,
-            settings.weight_sync,
+    async def _train(self, executor: Executor) -> None:
+        """Load what brings torch along, then train, unless the rollouter gives up first: nothing more would come."""
+        self._board.enter(TrainerState.STARTING, "loading libraries")
+        training = await asyncio.get_running_loop().run_in_executor(executor, importlib.import_module, "trainer.training")
+        around = training.Surroundings(
+            settings=self._settings,
+            live=self._live,
+            hub=self._hub,
+            board=self._board,
+            clock=self._clock,
+            intake=self._intake,
             incarnation=self._incarnation,
-            socket_dir=socket_dir(settings),
-            dtype=prepared.dtype,
-            loop=loop,
+            drain=self._drain,
+            executor=executor,
         )
-        try:
-            with publisher:
-                evaluations = Evaluations(self._hub, self._board, tracker)
-                training = TrainingLoop(
-                    settings,
-                    self._live,
-                    policy,
-                    intake=self._intake,
-                    publisher=publisher,
-                    evaluations=evaluations,
-                    board=self._board,
-                    clock=self._clock,
-                    tracker=tracker,
-                    executor=executor,
-                    first_step=step,
-                    policy_version=version,
-                    drain=self._drain,
-                )
-                self._training = True
-                await self._follow(training, evaluations, tasks)
-        finally:
-            await asyncio.to_thread(tracker.close)
-
-    async def _follow(self, training: TrainingLoop, evaluations: Evaluations, tasks: asyncio.TaskGroup) -> None:
-        """From the first published version to the last settled sample."""
-        step, num_steps = self._board.status.step, self._settings.num_steps
-        if step >= num_steps:
-            log.info("already complete", step=step, num_steps=num_steps)
-            return
-        if self._settings.evaluation.at_start:
-            await evaluations.ask(training.policy_version)
-        await training.publish()
-        intake = tasks.create_task(self._intake.run())
-        try:
-            await self._until_done_or_failed(training.run())
-        finally:
-            intake.cancel()
-            self._intake.close_unfinished()
-
-    async def _until_done_or_failed(self, work: Awaitable[None]) -> None:
-        """Run `work`, unless the rollouter gives up first: nothing more would come."""
-        running = asyncio.ensure_future(work)
+        running = asyncio.ensure_future(training.train(around))
         try:
             await asyncio.wait((running, self._rollouter_failed), return_when=asyncio.FIRST_COMPLETED)
-            if running.done():
-                running.result()
-            else:
+            if not running.done():
                 raise RolloutFailed(self._rollouter_failed.result())
+            await running
         finally:
             running.cancel()
-
-    def _resume(self, policy: Policy) -> tuple[int, int]:
-        from trainer.checkpoint import resume
-
-        state = resume(self._settings.run_dir / "checkpoints", policy, mode=self._settings.checkpoint.resume)
-        if state is None:
-            return 0, 0
-        log.info("resumed", **state)
-        return int(state["step"]), int(state["policy_version"])
+            await asyncio.wait((running,))
 
     async def _watch_rollouter(self) -> None:
         """Raise PeerLost when no rollouter comes, or one is lost and `bus.on_lost` is `fail` or its deadline passes."""
         bus = self._settings.bus
         await self._hub.wait_rollouter(bus.connect_timeout_s)
+        self._board.touch()
         async for lost in self._hub.rollouter_lost():
+            self._board.touch()
             if self._board.status.state is TrainerState.ENDED or self._rollouter_failed.done():
                 return
+            if self._drain.is_set():
+                raise _Drained("after the rollouter had left")
             if lost.reason is LossReason.REPLACED:
                 self._intake.close_epoch(lost.name, lost.epoch)
             if bus.on_lost == "fail" and lost.reason is not LossReason.REPLACED:
@@ -290,6 +208,7 @@ class TrainerDaemon:
             )
             name = await self._hub.wait_rollouter(bus.connect_timeout_s)
             log.info("rollouter is back", rollouter=name)
+            self._board.touch()
 
     async def _say_what_is_awaited(self) -> None:
         """No silent wait: while the trainer waits, a line every few seconds names what for."""

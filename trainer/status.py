@@ -29,10 +29,12 @@ class StatusBoard:
         num_steps: int,
         agreed: Mapping[str, Any],
         counts: Callable[[], Counts],
+        rollouter: Callable[[], str | None],
     ) -> None:
         self._control = control
         self._clock = clock
         self._counts = counts
+        self._rollouter = rollouter
         self._status = TrainerStatus(
             state=TrainerState.STARTING, incarnation=incarnation, num_steps=num_steps, agreed=dict(agreed)
         )
@@ -77,5 +79,7 @@ class StatusBoard:
     async def flush(self) -> None:
         """Publish now."""
         self._dirty.clear()
-        self._status = self._status.model_copy(update={"counts": self._counts(), "shares": self._clock.shares()})
+        self._status = self._status.model_copy(
+            update={"counts": self._counts(), "shares": self._clock.shares(), "rollouter": self._rollouter()}
+        )
         await self._control.publish("trainer", self._status)
