@@ -78,11 +78,12 @@ def nearest_key(key: str, valid: Sequence[str]) -> str | None:
     same_leaf = [candidate for candidate in valid if candidate.rsplit(".", 1)[-1] == leaf]
     if same_leaf:
         return same_leaf[0]
-    close = difflib.get_close_matches(key, valid, n=1, cutoff=0.5)
+    close = difflib.get_close_matches(key, valid, n=1, cutoff=0.6)
     if close:
         return close[0]
     by_leaf = {candidate.rsplit(".", 1)[-1]: candidate for candidate in valid}
-    close = difflib.get_close_matches(leaf, list(by_leaf), n=1, cutoff=0.5)
+    begun = [name for name in by_leaf if leaf and name.startswith(leaf)]
+    close = begun or difflib.get_close_matches(leaf, list(by_leaf), n=1, cutoff=0.3)
     return by_leaf[close[0]] if close else None
 
 

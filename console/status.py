@@ -121,8 +121,9 @@ def _rollouter_rows(state: State) -> list[tuple[str, str]]:
     counts = rollouter.counts
     version = "none" if rollouter.policy_version is None else str(rollouter.policy_version)
     failed = sum(counts.failed.values())
+    gone = "" if state.trainer is None or state.trainer.rollouter is not None else "not connected; last said: "
     rows = [
-        ("rollouter", f"{rollouter.state}, serving version {version}, settings revision {rollouter.settings_revision}"),
+        ("rollouter", f"{gone}{rollouter.state}, serving version {version}, settings revision {rollouter.settings_revision}"),
         (
             "rollouts",
             f"admitted {counts.admitted}, in flight {counts.in_flight}, offered {counts.offered}, failed {failed}",
