@@ -111,7 +111,7 @@ def leftovers() -> list[str]:
     """Shared memory of ours that is still mapped here or has a name on this machine."""
     gc.collect()
     mapped = [line for line in Path("/proc/self/maps").read_text().splitlines() if "memfd:headrace" in line]
-    return mapped + [file.name for file in Path("/dev/shm").iterdir() if "headrace" in file.name]
+    return mapped + [file.name for file in Path("/dev/shm").iterdir() if "weights" in file.name]
 
 
 def open_descriptors() -> int:
