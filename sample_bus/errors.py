@@ -1,13 +1,13 @@
 """Errors of the sample bus.
 
-    BusError
-    ├── WireError            a message that does not decode or validate
-    ├── SampleTooLarge       a sample beyond bus.max_sample_bytes
-    ├── PeerLost             the other daemon fell silent or never came
-    ├── RequestFailed        a control request was answered with an error
-    ├── Refused              the trainer does not take this client
-    ├── AddressInUse         another trainer listens there
-    └── Ended                the run is over; carries its end
+BusError
+├── WireError            a message that does not decode or validate
+├── SampleTooLarge       a sample beyond bus.max_sample_bytes
+├── PeerLost             the other daemon fell silent or never came
+├── RequestFailed        a control request was answered with an error
+├── Refused              the trainer does not take this client
+├── AddressInUse         another trainer listens there
+└── Ended                the run is over; carries its end
 """
 
 from __future__ import annotations
