@@ -98,7 +98,7 @@ def measure(config: Path, overrides: Sequence[str], *, run_dir: Path, name: str 
 def _print(runs: Sequence[Figures], *, as_json: bool, directory: Path) -> None:
     if as_json:
         result = {"directory": str(directory), "runs": [asdict(figures) for figures in runs]}
-        sys.stdout.write(orjson.dumps(result, option=orjson.OPT_INDENT_2).decode() + "\n")
+        sys.stdout.write(orjson.dumps(result).decode() + "\n")
         return
     sys.stdout.write(table(runs) + "\n")
     for other in runs[1:]:
@@ -109,7 +109,7 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.end_to_end", description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("--config", type=Path, help=f"settings of the run; default {DEMO}")
     parser.add_argument("--quick", action="store_true", help=f"a few steps of {QUICK}: under a minute")
-    parser.add_argument("--json", action="store_true", help="the figures as JSON")
+    parser.add_argument("--json", action="store_true", help="the figures as one JSON object on the last line")
     parser.add_argument("--peer", choices=["trl"], help="also train with this library, in an environment of its own")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings that win over the file")
     return parser.parse_args(argv)
