@@ -16,6 +16,8 @@ from configs.loader import load
 from configs.schema import Settings
 from configs.unused import unused
 
+SETTINGS_FILE = "settings.yaml"
+
 
 def parse(argv: Sequence[str], *, prog: str, description: str) -> Settings:
     """Settings for a daemon.
@@ -42,6 +44,11 @@ def parse(argv: Sequence[str], *, prog: str, description: str) -> Settings:
         sys.stdout.write(as_yaml(settings, notes=unused(settings, on_gpu=bool(visible_gpus()))))
         raise SystemExit(0)
     return settings
+
+
+def remember(settings: Settings) -> None:
+    """Write the resolved settings into the run directory, where `headrace status` and `set` look for the address."""
+    (settings.run_dir / SETTINGS_FILE).write_text(as_yaml(settings), encoding="utf-8")
 
 
 def as_yaml(settings: Settings, *, notes: Mapping[str, str] | None = None) -> str:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import structlog
 
+from configs.command import remember
 from configs.errors import ConfigError
 from configs.loader import load
 from configs.logs import set_up
@@ -17,7 +18,7 @@ from configs.schema import LoggingSettings, Settings
 from console.children import StopTimes
 from console.display import Display
 from console.errors import ConsoleError
-from console.run_dirs import claim, remember
+from console.run_dirs import claim
 from console.summary import Files, summary
 from console.up import Commands, Outcome, run
 

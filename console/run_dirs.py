@@ -11,14 +11,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from configs.command import as_yaml
+from configs.command import SETTINGS_FILE
 from configs.loader import load
 from configs.paths import bus_address
 from configs.schema import Settings
 from console.errors import NoRun, RunIsLive
 
 RUNS = Path("runs")
-_SETTINGS_FILE = "settings.yaml"
 _CONNECT_TIMEOUT_S = 1.0
 
 
@@ -44,14 +43,9 @@ def claim(settings: Settings, *, is_explicit: bool) -> Path:
     raise AssertionError("directory numbers ran out")
 
 
-def remember(settings: Settings) -> None:
-    """Write the resolved settings into the run directory, where `status` and `set` look for the address."""
-    (settings.run_dir / _SETTINGS_FILE).write_text(as_yaml(settings), encoding="utf-8")
-
-
 def address_of(run_dir: Path) -> str:
     """Bus address of the run in `run_dir`: from its settings if they were written there, else its socket."""
-    file = run_dir / _SETTINGS_FILE
+    file = run_dir / SETTINGS_FILE
     settings = load(file, environment={}) if file.is_file() else Settings()
     return bus_address(settings.model_copy(update={"run_dir": run_dir.absolute()}))
 

@@ -18,6 +18,7 @@ from dataclasses import asdict
 import structlog
 
 from configs.agreed import agreed_values
+from configs.command import remember
 from configs.live import LiveSettings
 from configs.paths import bus_address
 from configs.schema import Settings
@@ -73,6 +74,7 @@ async def run(settings: Settings) -> None:
         incarnation=incarnation,
         quarantine_dir=settings.run_dir / "quarantine",
     ) as hub:
+        remember(settings)
         log.info("trainer listens", address=bus_address(settings), incarnation=incarnation, run_dir=str(settings.run_dir))
         daemon = TrainerDaemon(settings, hub, incarnation=incarnation, drain=drain)
         work = asyncio.ensure_future(daemon.run())

@@ -10,10 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from configs.command import remember
 from configs.paths import bus_address, socket_dir
 from configs.schema import BusSettings, CheckpointSettings, Settings
 from console.errors import NoRun, RunIsLive
-from console.run_dirs import address_for, address_of, claim, is_live, newest_live, remember
+from console.run_dirs import address_for, address_of, claim, is_live, newest_live
 
 
 @pytest.fixture(autouse=True)
