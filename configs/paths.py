@@ -9,6 +9,8 @@ import hashlib
 import os
 import stat
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from configs.errors import ConfigError
@@ -16,7 +18,8 @@ from configs.schema import Settings
 
 MAX_SOCKET_PATH = 100
 """Bytes; the kernel takes 107."""
-_LONGEST_SOCKET_NAME = 24
+_LONGEST_SOCKET_NAME = 52
+"""Bytes: a socket that vLLM names by a UUID, in a directory of its engine."""
 
 
 def cache_dir() -> Path:
@@ -33,29 +36,53 @@ def socket_dir(settings: Settings) -> Path:
 
     Raises ConfigError when it belongs to someone else or cannot be made.
     """
-    digest = hashlib.sha256(os.fsencode(settings.run_dir.absolute())).hexdigest()[:12]
-    path = _base() / digest
+    path = _socket_path(settings)
     try:
         path.parent.mkdir(mode=0o700, exist_ok=True)
         path.mkdir(mode=0o700, exist_ok=True)
     except OSError as error:
         raise ConfigError(f"{path}: the directory for sockets cannot be made: {error.strerror}") from None
+    _make_private(path)
+    return path
+
+
+@contextmanager
+def sockets_of(settings: Settings) -> Iterator[Path]:
+    """`socket_dir` for as long as a daemon lives; whoever leaves last takes the empty directory away."""
+    path = socket_dir(settings)
+    try:
+        yield path
+    finally:
+        with suppress(OSError):  # not empty: another daemon of the run goes on
+            path.rmdir()
+
+
+def bus_address(settings: Settings) -> str:
+    """`bus.address` with `auto` resolved to this run's socket; makes nothing. Raises ConfigError if it is someone else's."""
+    if settings.bus.address != "auto":
+        return settings.bus.address
+    path = _socket_path(settings)
+    _make_private(path)
+    return f"ipc://{path}/bus"
+
+
+def _socket_path(settings: Settings) -> Path:
+    return _base() / hashlib.sha256(os.fsencode(settings.run_dir.absolute())).hexdigest()[:12]
+
+
+def _make_private(path: Path) -> None:
+    """Raise ConfigError if `path` or its parent is there and belongs to someone else; close them to others."""
     for directory in (path.parent, path):
-        facts = directory.lstat()
+        try:
+            facts = directory.lstat()
+        except FileNotFoundError:
+            return
         if facts.st_uid != os.getuid() or not stat.S_ISDIR(facts.st_mode):
             raise ConfigError(
                 f"{directory}: belongs to user {facts.st_uid}, expected {os.getuid()}: refusing to put sockets there"
             )
         if stat.S_IMODE(facts.st_mode) & 0o077:
             directory.chmod(0o700)
-    return path
-
-
-def bus_address(settings: Settings) -> str:
-    """`bus.address` with `auto` resolved to this run's socket."""
-    if settings.bus.address != "auto":
-        return settings.bus.address
-    return f"ipc://{socket_dir(settings)}/bus"
 
 
 def _base() -> Path:

@@ -11,7 +11,9 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+from configs.bus_address import problem_of
 
 
 class Section(BaseModel):
@@ -85,6 +87,14 @@ class BusSettings(Section):
     on_lost: Literal["wait", "fail"] = Field(
         "fail", description="When the other daemon is lost: wait for it, or end with an error."
     )
+
+    @field_validator("address")
+    @classmethod
+    def _usable(cls, address: str) -> str:
+        problem = problem_of(address)
+        if problem is not None:
+            raise ValueError(problem)
+        return address
 
 
 class WeightSyncSettings(Section):

@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import ctypes
 import os
+import shutil
 import signal
 import time
 from collections.abc import Iterator
@@ -85,8 +86,7 @@ class Traces:
                 removed.append(f"file {path}")
             except OSError as error:
                 left.append(f"file {path} ({error.strerror})")
-        with contextlib.suppress(OSError):
-            self.socket_dir.rmdir()
+        shutil.rmtree(self.socket_dir, ignore_errors=True)
         return Cleared(removed=tuple(removed), left=tuple(left))
 
     async def _gone(self, timeout_s: float) -> bool:
@@ -168,4 +168,5 @@ def _bound_sockets() -> dict[str, Path]:
 
 
 def _entries(directory: Path) -> list[Path]:
-    return list(directory.iterdir()) if directory.is_dir() else []
+    """Everything below `directory` but directories."""
+    return [path for path in directory.rglob("*") if not path.is_dir()]

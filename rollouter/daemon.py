@@ -19,7 +19,7 @@ from agent_loop.loop import AgentLoop, load_agent_loop
 from agent_loop.rewards import Reward
 from configs.agreed import check_agreement
 from configs.errors import ConfigError
-from configs.paths import bus_address, socket_dir
+from configs.paths import bus_address, socket_dir, sockets_of
 from configs.schema import Settings
 from rollouter.codec import Codec, load_codec
 from rollouter.engine_pool import EnginePool
@@ -84,6 +84,11 @@ async def run(settings: Settings, *, open_fleet: OpenFleet = open_pool, codec_of
     drain, stop = asyncio.Event(), asyncio.Event()
     _listen_to_signals(drain, stop)
     daemon = RollouterDaemon(settings, user, open_fleet=open_fleet, codec_of=codec_of or _codec_loader(settings), drain=drain)
+    with sockets_of(settings):
+        await _until_over(daemon, stop)
+
+
+async def _until_over(daemon: RollouterDaemon, stop: asyncio.Event) -> None:
     work = asyncio.create_task(daemon.run())
     stopping = asyncio.create_task(stop.wait())
     try:

@@ -68,13 +68,17 @@ def server_arguments(settings: EngineSettings, *, model_dir: str, dtype: str, so
     return [*arguments, *settings.extra_args]
 
 
-def server_environment(base: Mapping[str, str], *, share: EngineShare, root: Path, verbose: bool = False) -> dict[str, str]:
-    """Environment of a server. `root` is the directory that holds our packages: vLLM's workers import one of them."""
+def server_environment(
+    base: Mapping[str, str], *, share: EngineShare, root: Path, sockets: Path, verbose: bool = False
+) -> dict[str, str]:
+    """Environment of a server. `root` is the directory that holds our packages: vLLM's workers import one of them; `sockets` is
+    where its processes meet, which else is the temporary directory that everybody shares."""
     path = [str(root), *(part for part in base.get("PYTHONPATH", "").split(":") if part and part != str(root))]
     environment = {
         **base,
         "PYTHONPATH": ":".join(path),
         "PYTHONUNBUFFERED": "1",
+        "VLLM_RPC_BASE_PATH": str(sockets),
         "HF_HUB_OFFLINE": "1",
         "TRANSFORMERS_OFFLINE": "1",
         "VLLM_NO_USAGE_STATS": "1",

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import shutil
 import signal
 import sys
 import time
@@ -35,6 +36,7 @@ class VllmServer:
     def __init__(self, name: str, settings: EngineSettings, *, socket: Path, log_file: Path, share: EngineShare) -> None:
         self.name = name
         self.socket = socket
+        self._inner_sockets = socket.with_name(f"{socket.name}.d")
         self.log_file = log_file
         self.started_at = 0.0
         self._settings = settings
@@ -55,8 +57,9 @@ class VllmServer:
         if self._process is not None and self._process.returncode is None:
             return
         self.log_file.parent.mkdir(parents=True, exist_ok=True)
-        self.socket.unlink(missing_ok=True)
-        environment = server_environment(os.environ, share=self._share, root=_ROOT)
+        self._remove_sockets()
+        self._inner_sockets.mkdir(mode=0o700, parents=True)
+        environment = server_environment(os.environ, share=self._share, root=_ROOT, sockets=self._inner_sockets)
         with self.log_file.open("ab") as output:
             self._log_start = output.tell()
             self._process = await asyncio.create_subprocess_exec(
@@ -129,7 +132,7 @@ class VllmServer:
                 pass
         self._sweep()
         await process.wait()
-        self.socket.unlink(missing_ok=True)
+        self._remove_sockets()
 
     async def _hand_over(self, process: asyncio.subprocess.Process, arguments: list[str]) -> None:
         assert process.stdin is not None
@@ -168,6 +171,11 @@ class VllmServer:
         text = tail(self.log_file)
         written = self.log_file.stat().st_size - self._log_start if self.log_file.exists() else 0
         return text.encode()[-written:].decode(errors="replace") if written > 0 else ""
+
+    def _remove_sockets(self) -> None:
+        """Also those by which vLLM's processes meet: vLLM leaves them behind."""
+        self.socket.unlink(missing_ok=True)
+        shutil.rmtree(self._inner_sockets, ignore_errors=True)
 
     def _sweep(self) -> None:
         """SIGKILL to what is left of the process group."""

@@ -8,17 +8,14 @@ lock that the kernel gives up with the process.
 from __future__ import annotations
 
 import fcntl
-import ipaddress
 import os
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from configs.bus_address import MAX_PATH_BYTES, is_loopback
 from sample_bus.errors import AddressInUse
-
-MAX_PATH_BYTES = 107
-"""sockaddr_un on Linux, without the closing zero."""
 
 
 @contextmanager
@@ -85,11 +82,7 @@ def _check_unused(path: Path) -> None:
 
 def _check_loopback(address: str) -> None:
     host = address.removeprefix("tcp://").rpartition(":")[0].strip("[]")
-    try:
-        loopback = host == "localhost" or ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        loopback = False
-    if not loopback:
+    if not is_loopback(host):
         raise AddressInUse(
             f"{address}: the bus is not authenticated, so it listens on loopback only (127.0.0.1, [::1], localhost)"
         )

@@ -20,7 +20,7 @@ import structlog
 from configs.agreed import agreed_values
 from configs.command import remember
 from configs.live import LiveSettings
-from configs.paths import bus_address
+from configs.paths import bus_address, sockets_of
 from configs.schema import Settings
 from sample_bus.errors import PeerLost
 from sample_bus.messages import (
@@ -67,26 +67,31 @@ async def run(settings: Settings) -> None:
     drain, stop = asyncio.Event(), asyncio.Event()
     _listen_to_signals(drain, stop)
     settings.run_dir.mkdir(parents=True, exist_ok=True)
-    async with open_hub(
-        settings.bus,
-        address=bus_address(settings),
-        run=settings.name,
-        incarnation=incarnation,
-        quarantine_dir=settings.run_dir / "quarantine",
-    ) as hub:
-        remember(settings)
-        log.info("trainer listens", address=bus_address(settings), incarnation=incarnation, run_dir=str(settings.run_dir))
-        daemon = TrainerDaemon(settings, hub, incarnation=incarnation, drain=drain)
-        work = asyncio.ensure_future(daemon.run())
-        stopping = asyncio.ensure_future(stop.wait())
-        await asyncio.wait((work, stopping), return_when=asyncio.FIRST_COMPLETED)
-        stopping.cancel()
-        if not work.done():
-            log.warning("stopping at once")
-            work.cancel()
-            await asyncio.wait((work,))
-        if not work.cancelled():
-            work.result()
+    address = bus_address(settings)
+    with sockets_of(settings):
+        async with open_hub(
+            settings.bus,
+            address=address,
+            run=settings.name,
+            incarnation=incarnation,
+            quarantine_dir=settings.run_dir / "quarantine",
+        ) as hub:
+            remember(settings)
+            log.info("trainer listens", address=address, incarnation=incarnation, run_dir=str(settings.run_dir))
+            await _until_over(TrainerDaemon(settings, hub, incarnation=incarnation, drain=drain), stop)
+
+
+async def _until_over(daemon: TrainerDaemon, stop: asyncio.Event) -> None:
+    work = asyncio.ensure_future(daemon.run())
+    stopping = asyncio.ensure_future(stop.wait())
+    await asyncio.wait((work, stopping), return_when=asyncio.FIRST_COMPLETED)
+    stopping.cancel()
+    if not work.done():
+        log.warning("stopping at once")
+        work.cancel()
+        await asyncio.wait((work,))
+    if not work.cancelled():
+        work.result()
 
 
 class TrainerDaemon:

@@ -164,3 +164,30 @@ def test_daemons_check_settings_before_anything_starts(program: str, tmp_path: P
     listed = call("--help")
     assert listed.returncode == 0
     assert all(f"  {key} (" in listed.stdout for key in leaves())
+
+
+@pytest.mark.parametrize(
+    ("address", "expected"),
+    [
+        ("garbage", "expected auto, ipc:///PATH or tcp://HOST:PORT"),
+        ("tcp://127.0.0.1", "tcp://HOST:PORT"),
+        ("tcp://127.0.0.1:99999", "port 99999, expected 1 to 65535"),
+        ("tcp://127.0.0.1:0", "port 0"),
+        ("tcp://0.0.0.0:6000", "loopback only"),
+        ("ipc://relative", "absolute path"),
+        ("ipc://", "absolute path"),
+        ("ipc:///" + "x" * 120, "121 bytes, expected at most 107"),
+    ],
+)
+def test_a_bus_address_that_cannot_work_is_refused_before_anything_listens(address: str, expected: str) -> None:
+    """B136: a socket's path that the kernel would not take, too. libzmq would take port 99999 for another number."""
+    message = _refusal(None, f"bus.address={address}")
+    assert message.startswith("set: bus.address") or "bus.address: got" in message
+    assert expected in message
+
+
+@pytest.mark.parametrize(
+    "address", ["auto", "ipc:///run/x/bus", "tcp://127.0.0.1:6000", "tcp://[::1]:6000", "tcp://localhost:1"]
+)
+def test_a_usable_bus_address_is_kept(address: str) -> None:
+    assert load(None, [f"bus.address={address}"], environment={}).bus.address == address

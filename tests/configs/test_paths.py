@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from configs.cpu import core_shares
 from configs.errors import ConfigError
-from configs.paths import bus_address, cache_dir, socket_dir
+from configs.paths import bus_address, cache_dir, socket_dir, sockets_of
 from configs.schema import Settings
 
 
@@ -34,8 +34,6 @@ def test_same_run_dir_means_same_socket_and_another_means_another(tmp_path: Path
     relative, absolute = Settings(run_dir=Path("a")), Settings(run_dir=tmp_path / "a")
     assert bus_address(relative) == bus_address(absolute)
     assert bus_address(relative) != bus_address(Settings(run_dir=Path("b")))
-    for settings in (relative, Settings(run_dir=Path("b"))):
-        socket_dir(settings).rmdir()
 
 
 def test_a_socket_directory_of_someone_else_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -45,6 +43,21 @@ def test_a_socket_directory_of_someone_else_is_refused(tmp_path: Path, monkeypat
     monkeypatch.setattr(os, "getuid", lambda: 12345)
     with pytest.raises(ConfigError, match="belongs to user"):
         socket_dir(settings)
+
+
+def test_looking_an_address_up_makes_no_directory(tmp_path: Path) -> None:
+    address = bus_address(Settings(run_dir=tmp_path / "run"))
+    assert not Path(address.removeprefix("ipc://")).parent.exists()
+
+
+def test_the_last_daemon_to_leave_takes_the_socket_directory_away(tmp_path: Path) -> None:
+    settings = Settings(run_dir=tmp_path / "run")
+    with sockets_of(settings) as directory:
+        with sockets_of(settings):
+            (directory / "bus").touch()
+        assert directory.is_dir()
+        (directory / "bus").unlink()
+    assert not directory.exists()
 
 
 def test_given_address_is_kept() -> None:

@@ -59,8 +59,8 @@ def test_no_prompt_is_read_in_parts_on_a_cpu() -> None:
 
 
 def test_an_engine_reaches_for_no_network_and_sees_only_its_devices() -> None:
-    cpu = server_environment({"HOME": "/h"}, share=CPU, root=Path("/r"))
-    gpu = server_environment({"HOME": "/h"}, share=GPU, root=Path("/r"))
+    cpu = server_environment({"HOME": "/h"}, share=CPU, root=Path("/r"), sockets=Path("/s"))
+    gpu = server_environment({"HOME": "/h"}, share=GPU, root=Path("/r"), sockets=Path("/s"))
     for environment in (cpu, gpu):
         assert environment["HF_HUB_OFFLINE"] == environment["VLLM_NO_USAGE_STATS"] == "1"
         assert environment["VLLM_SERVER_DEV_MODE"] == "1"
@@ -71,7 +71,7 @@ def test_an_engine_reaches_for_no_network_and_sees_only_its_devices() -> None:
 
 
 def test_workers_find_our_packages_wherever_the_daemon_was_started() -> None:
-    environment = server_environment({"PYTHONPATH": "/a:/r:/b"}, share=CPU, root=Path("/r"))
+    environment = server_environment({"PYTHONPATH": "/a:/r:/b"}, share=CPU, root=Path("/r"), sockets=Path("/s"))
     assert environment["PYTHONPATH"] == "/r:/a:/b"
 
 
@@ -93,3 +93,10 @@ def test_gpu_engines_take_their_gpus_and_any_core() -> None:
         EngineShare(cores=None, gpus="0"),
         EngineShare(cores=None, gpus="GPU-7"),
     ]
+
+
+def test_processes_of_a_server_meet_in_the_runs_own_directory() -> None:
+    """B136: in the shared temporary directory vLLM leaves its sockets behind."""
+    for share in (CPU, GPU):
+        environment = server_environment({"VLLM_RPC_BASE_PATH": "/tmp"}, share=share, root=Path("/r"), sockets=Path("/s"))
+        assert environment["VLLM_RPC_BASE_PATH"] == "/s"

@@ -59,15 +59,18 @@ async def test_a_server_that_takes_too_long_is_ended_at_the_deadline(tmp_path: P
     await until_gone(server.pid)
 
 
-async def test_a_stopped_server_leaves_no_process(tmp_path: Path) -> None:
+async def test_a_stopped_server_leaves_neither_process_nor_socket(tmp_path: Path) -> None:
     server = server_in(tmp_path)
     await server.launch()
     pid = server.pid
     assert pid is not None
     await server.launch()
     assert server.pid == pid
+    (tmp_path / "e.d" / "left-by-vllm").touch()
     await server.stop()
     assert is_gone(pid)
+    assert not server.socket.exists()
+    assert not (tmp_path / "e.d").exists()
 
 
 async def test_a_killed_server_reports_its_end(tmp_path: Path) -> None:
