@@ -9,11 +9,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-WORDS = """
+_TEXT = """
 apple bread chair cloud dance earth field glass grape green heart horse house juice knife lemon light money mouse music
 night ocean paper peach piano plant queen river salad sheep shirt smile snake spoon stone storm sugar table tiger toast
 tower train water whale wheel world
-""".split()
+"""
+WORDS = _TEXT.split()
 SHOTS = "cat:CAT\nmilk:MILK\nbird:BIRD\n"
 
 
