@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -38,6 +37,10 @@ def _board(control: FakeControl) -> StatusBoard:
 
 def _result(version: int, digest: str, *, committed: bool = True) -> RoundResult:
     return RoundResult(policy_version=version, engine="engine-0", committed=committed, manifest_digest=digest, message="why")
+
+
+def _names(directory: Path) -> list[str]:
+    return [path.name for path in directory.iterdir()]
 
 
 def _publisher(control: FakeControl, directory: Path) -> Publisher:
@@ -85,7 +88,7 @@ async def test_round_is_announced_with_its_digest_and_a_wrong_one_is_refused(tmp
         await control.request("round.result", _result(3, "", committed=False), Accepted)
         await control.request("round.result", _result(3, announced.manifest_digest), Accepted)
         await publisher.wait_committed(3, timeout_s=30)
-    assert os.listdir(tmp_path) == []
+    assert _names(tmp_path) == []
 
 
 async def test_evaluation_is_filed_under_the_version_for_which_it_was_asked() -> None:
