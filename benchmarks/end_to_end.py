@@ -14,6 +14,7 @@ import asyncio
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
 from typing import NamedTuple
@@ -81,10 +82,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def measure(config: Path, overrides: Sequence[str], *, run_dir: Path, name: str | None) -> Measured:
     """One run. Raises ConfigError, ConsoleError, OSError, Stopped."""
-    settings, resolved = resolve(config, [*overrides, f"run_dir={run_dir.absolute()}"])
-    label = name or f"staleness {settings.staleness_threshold:g}"
-    sys.stderr.write(f"── {label}: {settings.run_dir}\n")
-    with (settings.run_dir / "logs" / "console.log").open("a", encoding="utf-8") as stream:
+    with ExitStack() as held:
+        settings, resolved = resolve(config, [*overrides, f"run_dir={run_dir.absolute()}"], held=held)
+        label = name or f"staleness {settings.staleness_threshold:g}"
+        sys.stderr.write(f"── {label}: {settings.run_dir}\n")
+        stream = held.enter_context((settings.run_dir / "logs" / "console.log").open("a", encoding="utf-8"))
         set_up(LoggingSettings(format="json"), daemon="console", stream=stream)
         outcome = asyncio.run(run(settings, config=config, overrides=resolved, display=PlainDisplay(sys.stderr)))
     files = Files(run_dir=settings.run_dir, png=learning_curve(outcome, settings.run_dir))

@@ -31,6 +31,18 @@ def cache_dir() -> Path:
     return (Path(base) if base else Path.home() / ".cache") / "headrace"
 
 
+def make_run_dir(path: Path) -> None:
+    """Make `path` if need be and see that files can be made in it. Raises ConfigError."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path):
+            pass
+    except OSError as error:
+        raise ConfigError(
+            f"run_dir={path}: {(error.strerror or str(error)).lower()}; expected a directory that can be made and written"
+        ) from None
+
+
 def socket_dir(settings: Settings) -> Path:
     """The directory of this run's sockets, made with mode 0700; the same for every process that names the same run_dir.
 

@@ -6,6 +6,7 @@ import asyncio
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 
 import structlog
@@ -18,7 +19,7 @@ from configs.schema import LoggingSettings, Settings
 from console.children import StopTimes
 from console.display import Display
 from console.errors import ConsoleError
-from console.run_dirs import claim
+from console.run_dirs import claim, reserved
 from console.summary import Files, summary
 from console.up import Commands, Outcome, run
 
@@ -34,17 +35,18 @@ def up(
     times: StopTimes | None = None,
 ) -> int:
     """Run from settings to summary. Returns the exit code: 0 finished, 1 failed, 2 a setting is wrong, 128 + signal stopped."""
-    try:
-        settings, arguments = resolve(config, overrides)
-    except ConfigError as error:
-        sys.stderr.writelines(f"headrace up: error: {line}\n" for line in str(error).splitlines())
-        return 2
-    except (ConsoleError, OSError) as error:
-        sys.stderr.write(f"headrace up: error: {error}\n")
-        return 1
-    sys.stdout.write(f"headrace up: run {settings.name}, directory {settings.run_dir}\n")
-    sys.stdout.flush()
-    with (settings.run_dir / "logs" / "console.log").open("a", encoding="utf-8") as stream:
+    with ExitStack() as held:
+        try:
+            settings, arguments = resolve(config, overrides, held=held)
+            stream = held.enter_context((settings.run_dir / "logs" / "console.log").open("a", encoding="utf-8"))
+        except ConfigError as error:
+            sys.stderr.writelines(f"headrace up: error: {line}\n" for line in str(error).splitlines())
+            return 2
+        except (ConsoleError, OSError) as error:
+            sys.stderr.write(f"headrace up: error: {error}\n")
+            return 1
+        sys.stdout.write(f"headrace up: run {settings.name}, directory {settings.run_dir}\n")
+        sys.stdout.flush()
         set_up(LoggingSettings(format="json"), daemon="console", stream=stream)
         outcome = asyncio.run(
             run(settings, config=config, overrides=arguments, display=_display(plain=plain), commands=commands, times=times)
@@ -52,8 +54,10 @@ def up(
         return report(outcome, settings)
 
 
-def resolve(config: Path | None, overrides: Sequence[str]) -> tuple[Settings, list[str]]:
+def resolve(config: Path | None, overrides: Sequence[str], *, held: ExitStack) -> tuple[Settings, list[str]]:
     """The settings of a new run with its own absolute run_dir, made and described on disk, and the overrides that say the same.
+
+    The directory is this run's alone until `held` is closed.
 
     Raises ConfigError, RunIsLive, OSError.
     """
@@ -62,6 +66,7 @@ def resolve(config: Path | None, overrides: Sequence[str]) -> tuple[Settings, li
     run_dir = claim(settings, is_explicit=is_explicit)
     arguments = [*(text for text in overrides if text.partition("=")[0] != "run_dir"), f"run_dir={run_dir}"]
     settings = load(config, arguments)
+    held.enter_context(reserved(run_dir))
     (run_dir / "logs").mkdir(exist_ok=True)
     remember(settings)
     return settings, arguments

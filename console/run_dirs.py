@@ -5,42 +5,59 @@ A run goes on when something accepts connections at its bus address.
 
 from __future__ import annotations
 
+import fcntl
+import os
 import re
 import socket
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from urllib.parse import urlsplit
 
 from configs.command import SETTINGS_FILE
+from configs.errors import ConfigError
 from configs.loader import load
-from configs.paths import bus_address
+from configs.paths import bus_address, make_run_dir
 from configs.schema import Settings
 from console.errors import NoRun, RunIsLive
 
 RUNS = Path("runs")
 _CONNECT_TIMEOUT_S = 1.0
+_LOCK_FILE = ".up.lock"
 
 
 def claim(settings: Settings, *, is_explicit: bool) -> Path:
     """An absolute run directory for a new run, made if need be.
 
     A directory that an earlier run has used is passed over for `NAME-2`, `NAME-3`, … unless the user named it on the command
-    line or the run resumes. Raises RunIsLive when the directory to be used belongs to a run that goes on.
+    line or the run resumes. Raises RunIsLive when the directory to be used belongs to a run that goes on,
+    ConfigError when it cannot be used.
     """
     wanted = settings.run_dir.absolute()
     if is_explicit or settings.checkpoint.resume != "never":
         if is_live(bus_address(settings.model_copy(update={"run_dir": wanted}))):
             raise RunIsLive(f"{wanted}: a run goes on here; stop it, or give another run_dir")
-        wanted.mkdir(parents=True, exist_ok=True)
+        make_run_dir(wanted)
         return wanted
     for candidate in _numbered(wanted):
-        try:
-            candidate.mkdir(parents=True)
-        except FileExistsError:
-            if not candidate.is_dir() or any(candidate.iterdir()):
-                continue
+        if candidate.exists() and (not candidate.is_dir() or any(candidate.iterdir())):
+            continue
+        make_run_dir(candidate)
         return candidate
     raise AssertionError("directory numbers ran out")
+
+
+@contextmanager
+def reserved(run_dir: Path) -> Iterator[None]:
+    """Keep other `headrace up` out of `run_dir`, also before anything of the run listens. Raises RunIsLive."""
+    descriptor = os.open(run_dir / _LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    except BlockingIOError:
+        raise RunIsLive(f"{run_dir}: another `headrace up` is at work here; stop it, or give another run_dir") from None
+    finally:
+        os.close(descriptor)
 
 
 def address_of(run_dir: Path) -> str:
@@ -52,7 +69,7 @@ def address_of(run_dir: Path) -> str:
 
 def address_for(settings: Settings) -> str:
     """Bus address of the newest live run that was started with these settings, or where it would be."""
-    run_dirs = [path for path in _siblings(settings.run_dir) if is_live(address_of(path))]
+    run_dirs = [path for path in _siblings(settings.run_dir) if _goes_on(path)]
     return address_of(max(run_dirs, key=_changed_at)) if run_dirs else bus_address(settings)
 
 
@@ -60,7 +77,7 @@ def newest_live(root: Path = RUNS) -> Path:
     """The newest run below `root` that goes on. Raises NoRun."""
     candidates = [path for path in root.iterdir() if path.is_dir()] if root.is_dir() else []
     for path in sorted(candidates, key=_changed_at, reverse=True):
-        if is_live(address_of(path)):
+        if _goes_on(path):
             return path
     raise NoRun(
         f"no run goes on below {root.absolute()} ({len(candidates)} looked at); name one with --run-dir, --config or --address"
@@ -80,6 +97,14 @@ def is_live(address: str) -> bool:
     except OSError:
         return False
     return True
+
+
+def _goes_on(run_dir: Path) -> bool:
+    """Whether a run goes on in `run_dir`; settings that this version does not take belong to none."""
+    try:
+        return is_live(address_of(run_dir))
+    except ConfigError:
+        return False
 
 
 def _numbered(path: Path) -> Iterator[Path]:

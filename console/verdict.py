@@ -8,11 +8,14 @@ from dataclasses import dataclass
 
 from sample_bus.messages import EndOfRun, EndReason
 
+EXIT_REFUSED = 2
+"""How a daemon ends that refuses its settings."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
     exit_code: int
-    """0 finished, 1 failed, 128 + signal when the user stopped it."""
+    """0 finished, 1 failed, 2 when a daemon refused a setting, 128 + signal when the user stopped it."""
     headline: str
 
 
@@ -30,7 +33,8 @@ def judge(
         return _leaving(Verdict(exit_code=128 + stopped_by, headline=f"stopped by {how}"), left)
     died = [f"{name} {exit_text(code)}" for name, code in exit_codes.items() if code]
     if died:
-        return _leaving(Verdict(exit_code=1, headline=f"failed: {', '.join(died)}"), left)
+        refused = EXIT_REFUSED in exit_codes.values()
+        return _leaving(Verdict(exit_code=EXIT_REFUSED if refused else 1, headline=f"failed: {', '.join(died)}"), left)
     if end is not None and end.reason is EndReason.FAILED:
         return _leaving(Verdict(exit_code=1, headline=f"failed: {end.message}"), left)
     running = [name for name, code in exit_codes.items() if code is None]

@@ -19,7 +19,7 @@ from agent_loop.loop import AgentLoop, load_agent_loop
 from agent_loop.rewards import Reward
 from configs.agreed import check_agreement
 from configs.errors import ConfigError
-from configs.paths import bus_address, socket_dir, sockets_of
+from configs.paths import bus_address, make_run_dir, socket_dir, sockets_of
 from configs.schema import Settings
 from rollouter.codec import Codec, load_codec
 from rollouter.engine_pool import EnginePool
@@ -80,6 +80,7 @@ async def run(settings: Settings, *, open_fleet: OpenFleet = open_pool, codec_of
 
     The first SIGTERM or SIGINT drains, the second stops at once.
     """
+    make_run_dir(settings.run_dir)
     user = UserCode.load(settings)
     drain, stop = asyncio.Event(), asyncio.Event()
     _listen_to_signals(drain, stop)

@@ -35,12 +35,14 @@ class Tally:
     rewards: tuple[float, ...]
     versions: frozenset[int]
     num_failed: int
+    first_failure: str = ""
 
     def result(self, request: EvaluationRequest, *, seconds: float) -> EvaluationResult:
         """Raises EvaluationFailed when nothing was scored."""
         if not self.rewards:
             raise EvaluationFailed(
-                f"evaluation {request.request_id} of version {request.policy_version}: all {self.num_failed} rollouts failed"
+                f"evaluation {request.request_id} of version {request.policy_version}: all {self.num_failed} rollouts failed; "
+                f"first: {self.first_failure or f'none ended within evaluation.timeout_s ({seconds:.0f} s)'}"
             )
         return EvaluationResult(
             request_id=request.request_id,
@@ -134,7 +136,7 @@ class Evaluator:
         plans = [self._plan(request, task, seat) for task in self._tasks for seat in range(settings.samples_per_task)]
         waiting = len(plans)
 
-        async def play(plan: Plan) -> Episode | None:
+        async def play(plan: Plan) -> Episode | str:
             nonlocal waiting
             async with places:
                 waiting -= 1
@@ -153,11 +155,12 @@ class Evaluator:
         if late:
             log.warning("evaluation cut short", late=len(late), of=len(plans), timeout_s=settings.timeout_s)
         episodes = [task.result() for task in tasks if task not in late]
-        scored = [episode for episode in episodes if episode is not None]
+        scored = [episode for episode in episodes if isinstance(episode, Episode)]
         tally = Tally(
             rewards=tuple(episode.reward for episode in scored),
             versions=frozenset(int(v) for episode in scored for v in episode.trajectory.versions if v != NO_VERSION),
             num_failed=len(plans) - len(scored),
+            first_failure=next((episode for episode in episodes if isinstance(episode, str)), ""),
         )
         result = tally.result(request, seconds=self._clock() - started)
         log.info("evaluation finished", failed=tally.num_failed, **result.model_dump())
@@ -183,13 +186,16 @@ class Evaluator:
             incarnation="" if held is None else held.incarnation,
         )
 
-    async def _episode(self, plan: Plan) -> Episode | None:
+    async def _episode(self, plan: Plan) -> Episode | str:
+        """A rollout, or why it was given up."""
         attempts = self._live.settings.rollouter.max_attempts
+        why = ""
         for number in range(attempts):
             try:
                 return await self._runner.attempt(plan, number)
             except Exception as error:  # noqa: BLE001 - user code may raise anything; the rollout counts as failed
                 reason = reason_of(error)
+                why = f"rollout {plan.rollout_id}: {reason}: {error}"
                 log.warning(
                     "evaluation attempt failed",
                     rollout_id=plan.rollout_id,
@@ -199,4 +205,4 @@ class Evaluator:
                 )
                 if reason in FINAL:
                     break
-        return None
+        return why

@@ -16,12 +16,14 @@ class Reports:
 
     def __init__(self, link: Link, bus: BusSettings) -> None:
         self._link = link
-        self._timeout_s = bus.request_timeout_s if bus.on_lost == "fail" else bus.connect_timeout_s
+        silence_s = bus.heartbeat_timeout_s + bus.request_timeout_s
+        self._timeout_s = silence_s if bus.on_lost == "fail" else bus.connect_timeout_s + silence_s
 
     async def send(self, name: str, body: Message) -> bool:
         """True once the trainer took it; False when another trainer came instead, which did not ask for it.
 
-        A lost trainer is waited for as long as `bus.on_lost` says. Raises RequestFailed with the trainer's refusal, or naming
+        A lost trainer is waited for as long as `bus.on_lost` says: whoever watches it gives up first, and says that it is lost.
+        Raises RequestFailed with the trainer's refusal, or naming
         the deadline.
         """
         before = self._link.resumption

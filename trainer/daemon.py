@@ -20,7 +20,7 @@ import structlog
 from configs.agreed import agreed_values
 from configs.command import remember
 from configs.live import LiveSettings
-from configs.paths import bus_address, sockets_of
+from configs.paths import bus_address, make_run_dir, sockets_of
 from configs.schema import Settings
 from sample_bus.errors import PeerLost
 from sample_bus.messages import (
@@ -42,6 +42,7 @@ from sample_bus.protocols import Hub
 from trainer.clock import ActivityClock
 from trainer.errors import TrainerError
 from trainer.intake import Intake
+from trainer.model_source import check_source
 from trainer.process import TRAINING_THREAD
 from trainer.status import StatusBoard
 
@@ -66,7 +67,8 @@ async def run(settings: Settings) -> None:
     incarnation = secrets.token_hex(4)
     drain, stop = asyncio.Event(), asyncio.Event()
     _listen_to_signals(drain, stop)
-    settings.run_dir.mkdir(parents=True, exist_ok=True)
+    check_source(settings.model)
+    make_run_dir(settings.run_dir)
     address = bus_address(settings)
     with sockets_of(settings):
         async with open_hub(

@@ -24,14 +24,13 @@ from transformers.utils import logging as transformers_logging
 from configs.paths import cache_dir
 from configs.schema import ModelSettings, Settings
 from trainer.errors import ModelError
+from trainer.model_source import SMOLLM2, TINY_SORT, check_source
 from trainer.tiny_sort import make_tiny_sort, tiny_sort_name
 
 log = structlog.get_logger()
 
-SMOLLM2 = "smollm2-135m-instruct"
 SMOLLM2_FILE = "smollm2-135m-instruct.Q4_1.gguf"
 SMOLLM2_LICENCE = "Apache-2.0"
-TINY_SORT = "tiny-sort"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,7 +46,7 @@ class PreparedModel:
 def prepare_model(settings: Settings) -> PreparedModel:
     """Convert, make, fetch or find the model that `settings.model.source` names.
 
-    Blocking; about 20 s for the first use of SmolLM2 and of tiny-sort, nothing later. Raises ModelError.
+    Blocking; about 20 s for the first use of SmolLM2 and of tiny-sort, nothing later. Raises ModelError, ConfigError.
     """
     model = settings.model
     models = (model.cache_dir or cache_dir()) / "models"
@@ -90,16 +89,9 @@ def load_causal_model(model_dir: Path, *, trust_remote_code: bool = False) -> An
 
 def _existing(model: ModelSettings) -> Path:
     """A directory as it is, or a hub name as a snapshot of it."""
-    path = Path(model.source).expanduser()
-    if (path / "config.json").is_file():
-        return path.absolute()
-    if path.exists():
-        raise ModelError(f"model.source={model.source}: no config.json in it, expected a Hugging Face directory")
-    if model.source.startswith(("/", ".", "~")) or model.source.count("/") > 1:
-        raise ModelError(
-            f"model.source={model.source}: no such directory; "
-            f"expected {SMOLLM2}, {TINY_SORT}, a Hugging Face directory or a hub name"
-        )
+    directory = check_source(model)
+    if directory is not None:
+        return directory
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 

@@ -8,12 +8,13 @@ from collections.abc import Sequence
 import structlog
 
 from configs.command import parse
+from configs.errors import ConfigError
 from configs.logs import set_up
 from trainer.errors import ModelError
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Returns the exit code: 0, or 1 when the model cannot be prepared."""
+    """Returns the exit code: 0, 1 when the model cannot be prepared, 2 when a setting is wrong."""
     settings = parse(
         sys.argv[1:] if argv is None else argv,
         prog="trainer.prepare",
@@ -24,6 +25,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     try:
         prepare_model(settings)
+    except ConfigError as error:
+        sys.stderr.write(f"trainer.prepare: error: {error}\n")
+        return 2
     except ModelError as error:
         structlog.get_logger().error("model not prepared", error=str(error))
         return 1

@@ -11,10 +11,11 @@ from pathlib import Path
 import pytest
 
 from configs.command import remember
+from configs.errors import ConfigError
 from configs.paths import bus_address, socket_dir
 from configs.schema import BusSettings, CheckpointSettings, Settings
 from console.errors import NoRun, RunIsLive
-from console.run_dirs import address_for, address_of, claim, is_live, newest_live
+from console.run_dirs import address_for, address_of, claim, is_live, newest_live, reserved
 
 
 @pytest.fixture(autouse=True)
@@ -48,6 +49,35 @@ def test_a_directory_that_was_named_or_is_resumed_is_used_as_it_is(tmp_path: Pat
     assert claim(Settings(run_dir=tmp_path / "demo"), is_explicit=True) == tmp_path / "demo"
     resuming = Settings(run_dir=tmp_path / "demo", checkpoint=CheckpointSettings(resume="auto"))
     assert claim(resuming, is_explicit=False) == tmp_path / "demo"
+
+
+@pytest.mark.parametrize("is_explicit", [True, False])
+def test_a_run_dir_below_a_file_is_refused_in_one_line(tmp_path: Path, *, is_explicit: bool) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match=r"^run_dir=\S+/file/x: not a directory; expected a directory that can be made"):
+        claim(Settings(run_dir=tmp_path / "file" / "x"), is_explicit=is_explicit)
+
+
+def test_a_run_dir_that_is_a_file_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match=r"run_dir=.*file: file exists; expected a directory"):
+        claim(Settings(run_dir=tmp_path / "file"), is_explicit=True)
+
+
+def test_a_directory_is_reserved_for_one_up_from_the_start(tmp_path: Path) -> None:
+    with reserved(tmp_path), pytest.raises(RunIsLive, match="another `headrace up`"), reserved(tmp_path):
+        pass
+    with reserved(tmp_path):
+        pass
+
+
+def test_a_run_of_another_version_does_not_hide_the_live_one(tmp_path: Path) -> None:
+    (tmp_path / "old").mkdir()
+    (tmp_path / "live").mkdir()
+    live = Settings(run_dir=tmp_path / "live")
+    with _answering(live):
+        (tmp_path / "old" / "settings.yaml").write_text("a_key_of_then: 1\n")
+        assert newest_live(tmp_path) == tmp_path / "live"
 
 
 def test_a_directory_whose_run_goes_on_is_refused(tmp_path: Path) -> None:

@@ -20,6 +20,11 @@ def test_the_first_daemon_to_die_is_named_first() -> None:
     assert (verdict.exit_code, verdict.headline) == (1, "failed: rollouter killed by SIGKILL, trainer exit code 1")
 
 
+def test_a_refused_setting_is_told_apart_from_a_failure() -> None:
+    assert judge({"rollouter": 2, "trainer": None}, end=None, stopped_by=None).exit_code == 2
+    assert judge({"trainer": 1, "rollouter": 2}, end=None, stopped_by=None).exit_code == 2
+
+
 def test_a_daemon_that_does_not_follow_the_other_is_a_failure() -> None:
     verdict = judge({"rollouter": 0, "trainer": None}, end=None, stopped_by=None)
     assert verdict.exit_code == 1

@@ -20,5 +20,8 @@ def test_failed_rollouts_are_left_out_of_the_mean() -> None:
 
 def test_nothing_scored_is_no_result() -> None:
     """B108"""
-    with pytest.raises(EvaluationFailed, match="all 8 rollouts failed"):
+    tally = Tally(rewards=(), versions=frozenset(), num_failed=8, first_failure="rollout a/0: reward failed: raised KeyError")
+    with pytest.raises(EvaluationFailed, match="all 8 rollouts failed; first: rollout a/0: reward failed: raised KeyError"):
+        tally.result(REQUEST, seconds=1.0)
+    with pytest.raises(EvaluationFailed, match=r"all 8 rollouts failed; first: none ended within evaluation\.timeout_s"):
         Tally(rewards=(), versions=frozenset(), num_failed=8).result(REQUEST, seconds=1.0)

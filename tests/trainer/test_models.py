@@ -10,9 +10,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from configs.errors import ConfigError
 from configs.schema import ModelSettings, Settings
 from tests.fakes.tiny_models import TinyModel, checkpoint_tensors, make_tiny_model
 from trainer.errors import ModelError
+from trainer.model_source import check_source
 from trainer.models import PreparedModel, compute_dtype, prepare_model
 from trainer.tiny_sort import VOCABULARY, spoiled_examples, tiny_sort_name
 
@@ -95,7 +97,6 @@ def test_a_directory_is_taken_as_it_is(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("source", "message"),
     [
-        ("/nowhere/at-all", "no such directory"),
         ("nobody/has-this-model", "neither a directory here nor to be had from the hub"),
     ],
 )
@@ -105,8 +106,14 @@ def test_a_source_that_is_not_there_is_an_error_of_one_line(tmp_path: Path, sour
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize("source", ["/nowhere/at-all", "./nowhere", "~/no/where", "a/b/c"])
+def test_a_directory_that_is_not_there_is_a_wrong_setting(source: str) -> None:
+    with pytest.raises(ConfigError, match=rf"model\.source={source}: no such directory; expected .*tiny-sort"):
+        check_source(ModelSettings(source=source))
+
+
 def test_a_directory_that_holds_no_model_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match=r"no config\.json"):
+    with pytest.raises(ConfigError, match=r"no config\.json"):
         prepare_model(Settings(model=ModelSettings(source=str(tmp_path))))
 
 
