@@ -116,6 +116,21 @@ class EngineSettings(Section):
     request_timeout_s: float = Field(300.0, gt=0, description="Deadline of one generation.")
     max_restarts: int = Field(3, ge=0, description="Times that an engine which died is started again.")
     extra_args: tuple[str, ...] = Field((), description="More arguments for the vLLM server's command line.")
+    placement: Literal["local", "ray"] = Field(
+        "local", description="Who starts the servers: this daemon, or a Ray actor each in a placement group on this host."
+    )
+    ray_address: str | None = Field(
+        None,
+        pattern=r"^(auto|[^\s:/]+:[0-9]{1,5})$",
+        description="Ray cluster to join: `auto` or `HOST:PORT`; null: a Ray of this run's own, on loopback.",
+    )
+    num_cpus_per_engine: float = Field(1.0, ge=0, description="CPUs that Ray reserves for each engine.")
+    num_gpus_per_engine: int | None = Field(
+        None, ge=0, description="GPUs that Ray reserves for each engine; null: its share of the visible ones, 0 without any."
+    )
+    placement_timeout_s: float = Field(
+        60.0, gt=0, description="Deadline for Ray to reserve what the engines ask for; what can never fit is refused at once."
+    )
 
 
 class SamplingSettings(Section):

@@ -9,6 +9,7 @@ from configs.schema import Settings
 
 MADE_HERE = "tiny-sort"
 CONVERTED_HERE = "smollm2-135m-instruct"
+_RAY_DETAILS = ("ray_address", "num_cpus_per_engine", "num_gpus_per_engine", "placement_timeout_s")
 _EVALUATION_DETAILS = tuple(
     key.removeprefix("evaluation.")
     for key in leaves()
@@ -24,11 +25,15 @@ def unused(settings: Settings, *, on_gpu: bool) -> dict[str, str]:
 def _unused(settings: Settings, on_gpu: bool) -> Iterator[tuple[str, str]]:
     if settings.engine.urls:
         started_here = ("num_engines", "kv_cache_bytes", "gpu_memory_utilization", "max_num_seqs", "max_restarts", "extra_args")
-        yield from ((f"engine.{name}", "engine.urls are given: no engine is started here") for name in started_here)
+        placed_here = ("placement", *_RAY_DETAILS)
+        reason = "engine.urls are given: no engine is started here"
+        yield from ((f"engine.{name}", reason) for name in (*started_here, *placed_here))
     elif on_gpu:
         yield "engine.kv_cache_bytes", "a GPU engine sizes its KV cache by engine.gpu_memory_utilization"
     else:
         yield "engine.gpu_memory_utilization", "there is no GPU: the KV cache is sized by engine.kv_cache_bytes"
+    if settings.engine.placement == "local" and not settings.engine.urls:
+        yield from ((f"engine.{name}", "engine.placement is local: Ray is not used") for name in _RAY_DETAILS)
     if settings.model.source != MADE_HERE:
         yield "model.warm_start_steps", f"only {MADE_HERE} is warm-started here"
     if settings.model.source in (MADE_HERE, CONVERTED_HERE):

@@ -21,7 +21,7 @@ from agent_loop.errors import AgentLoopError, EngineUnavailable, RequestRefused
 from agent_loop.vllm_client import VllmClient
 from agent_loop.vllm_wire import UNLABELLED
 from configs.schema import WeightSyncSettings
-from rollouter.vllm_server import VllmServer
+from rollouter.engines import EngineServer
 from sample_bus.messages import EngineStatus, RoundResult, WeightRound
 
 log = structlog.get_logger()
@@ -64,7 +64,7 @@ class Held:
 class Member:
     """State and operations of one engine. The pool serialises rounds by `round_lock`."""
 
-    def __init__(self, name: str, client: VllmClient, *, server: VllmServer | None, max_requests: int) -> None:
+    def __init__(self, name: str, client: VllmClient, *, server: EngineServer | None, max_requests: int) -> None:
         """`server` is None for an engine that was started elsewhere."""
         self.name = name
         self.client = client

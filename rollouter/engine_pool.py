@@ -25,6 +25,8 @@ from rollouter.engine_command import engine_shares
 from rollouter.engine_errors import EnginesLost, EngineStartError
 from rollouter.engine_member import EngineState, Held, Member, PartialRollout, WaitStaged, bring
 from rollouter.engine_seats import Seats
+from rollouter.engines import EngineServer
+from rollouter.ray_server import RayDriver, RayServer
 from rollouter.vllm_server import VllmServer
 from sample_bus.messages import EngineStatus, RoundResult, WeightRound
 
@@ -59,6 +61,7 @@ class EnginePool:
         self._mode: PartialRollout = partial_rollout
         self._on_change = on_change
         self._on_round_result = on_round_result
+        self._ray: RayDriver | None = None
         self._members = self._make_members(socket_dir, log_dir)
         self._seats = Seats(self._members)
         self._newest: tuple[WeightRound, WaitStaged] | None = None
@@ -73,10 +76,17 @@ class EnginePool:
             return [Member(name, self._client(url), server=None, max_requests=settings.max_num_seqs) for name, url in names]
         gpus = gpu_shares(visible_gpus(), num_engines=settings.num_engines)
         shares = engine_shares(settings.num_engines, cores=core_shares().engine, gpus=None if gpus is None else gpus.engines)
+        if settings.placement == "ray":
+            self._ray = RayDriver(settings, gpus=gpus, log_file=log_dir / "ray.log")
         members = []
         for index, share in enumerate(shares):
             name = f"engine-{index}"
-            server = VllmServer(name, settings, socket=socket_dir / name, log_file=log_dir / f"{name}.log", share=share)
+            socket, log_file = socket_dir / name, log_dir / f"{name}.log"
+            server: EngineServer
+            if self._ray is not None:
+                server = RayServer(name, self._ray, socket=socket, log_file=log_file, cores=share.cores)
+            else:
+                server = VllmServer(name, settings, socket=socket, log_file=log_file, share=share)
             members.append(Member(name, self._client(server.address), server=server, max_requests=settings.max_num_seqs))
         return members
 
@@ -138,7 +148,11 @@ class EnginePool:
         for member in self._members:
             member.lose()
         await asyncio.gather(*(member.client.close() for member in self._members))
-        await asyncio.gather(*(member.server.stop() for member in self._members if member.server is not None))
+        try:
+            await asyncio.gather(*(member.server.stop() for member in self._members if member.server is not None))
+        finally:
+            if self._ray is not None:
+                await self._ray.close()
 
     # ── supervision ──────────────────────────────────────────────────────────────────────────────────────────────────
 

@@ -12,6 +12,44 @@ WaitStaged = Callable[[WeightRound, str, str], Awaitable[None]]
 """(round, engine, nonce): returns once that staging is complete; raises why it is not."""
 
 
+class EngineServer(Protocol):
+    """One vLLM server that is started, watched and ended: by this process, or by a Ray actor."""
+
+    @property
+    def address(self) -> str:
+        """`unix:` and its socket."""
+        ...
+
+    @property
+    def pid(self) -> int | None:
+        """Of the server's process; None before the first launch."""
+        ...
+
+    async def launch(self) -> None:
+        """Start the process, which then waits for `serve`; does nothing while one runs. Raises EngineStartError."""
+        ...
+
+    async def serve(self, model_dir: str, dtype: str) -> None:
+        """Launch if need be, load the model, and return once it answers. Raises EngineStartError."""
+        ...
+
+    async def wait_ended(self) -> int:
+        """Wait for the process to end by itself; its exit status, negative for a signal."""
+        ...
+
+    def why_ended(self) -> str:
+        """What is known of its end."""
+        ...
+
+    def kill(self) -> None:
+        """End it at once; `wait_ended` returns soon after."""
+        ...
+
+    async def stop(self) -> None:
+        """End it; afterwards neither process nor socket is left."""
+        ...
+
+
 class EngineFleet(Engine, Protocol):
     """All engines of this rollouter, kept at one policy version and used as one."""
 
