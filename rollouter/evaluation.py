@@ -98,35 +98,39 @@ class Evaluator:
         async for request in self._control.watch("evaluate", EvaluationRequest):
             self._asked = request
             self._on_change()
-            while not self._is_due(request):
+            while not self._is_due(request) and not self._is_overtaken(request):
                 self._version_came.clear()
                 await self._version_came.wait()
-            if self._is_done(request):
+            if self._is_overtaken(request) or self._is_done(request):
                 continue
             self.is_running = True
             try:
                 result = await self._evaluate(request)
             finally:
                 self.is_running = False
-                self._handed_over = self._key(request)
+                self._handed_over = _key(request)
                 self._on_change()
-            await self._reports.send("evaluation.result", result)
-
-    def _key(self, request: EvaluationRequest) -> tuple[str, int]:
-        """A request's identity: numbers start again with each trainer process."""
-        held = self._held()
-        return ("" if held is None else held.incarnation, request.request_id)
+            if not self._is_overtaken(request):
+                await self._reports.send("evaluation.result", result)
 
     def _is_done(self, request: EvaluationRequest) -> bool:
         """Handed to the engines already, or answered to this trainer by an earlier rollouter."""
-        if self._handed_over == self._key(request):
+        if self._handed_over == _key(request):
             return True
         trainer = self._control.get("trainer", TrainerStatus)
-        return trainer is not None and any(result.request_id == request.request_id for result in trainer.evaluations)
+        if trainer is None or trainer.incarnation != request.incarnation:
+            return False
+        return any(result.request_id == request.request_id for result in trainer.evaluations)
 
     def _is_due(self, request: EvaluationRequest) -> bool:
+        """The engines hold the version that is to be measured, or a newer one of the same trainer."""
         held = self._held()
-        return held is not None and held.policy_version >= request.policy_version
+        return held is not None and held.incarnation == request.incarnation and held.policy_version >= request.policy_version
+
+    def _is_overtaken(self, request: EvaluationRequest) -> bool:
+        """Another trainer has taken the place of the one that asked."""
+        trainer = self._control.get("trainer", TrainerStatus)
+        return trainer is not None and trainer.incarnation != request.incarnation
 
     async def _evaluate(self, request: EvaluationRequest) -> EvaluationResult:
         settings = self._live.settings.evaluation
@@ -141,7 +145,7 @@ class Evaluator:
             async with places:
                 waiting -= 1
                 if waiting == 0:
-                    self._handed_over = self._key(request)
+                    self._handed_over = _key(request)
                     self._on_change()
                 return await self._episode(plan)
 
@@ -206,3 +210,8 @@ class Evaluator:
                 if reason in FINAL:
                     break
         return why
+
+
+def _key(request: EvaluationRequest) -> tuple[str, int]:
+    """A request's identity: numbers start again with each trainer process."""
+    return request.incarnation, request.request_id

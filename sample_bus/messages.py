@@ -182,6 +182,8 @@ class WeightRound(Message):
 class EvaluationRequest(Message):
     """Topic `evaluate`: the newest evaluation asked for."""
 
+    incarnation: str
+    """Of the trainer that asks: each counts its requests and versions from the start."""
     request_id: int
     policy_version: int
 

@@ -21,7 +21,8 @@ log = structlog.get_logger()
 class Evaluations:
     """Owns topic `evaluate`."""
 
-    def __init__(self, control: ControlServer, board: StatusBoard, tracker: Tracker) -> None:
+    def __init__(self, control: ControlServer, board: StatusBoard, tracker: Tracker, *, incarnation: str) -> None:
+        self._incarnation = incarnation
         self._control = control
         self._board = board
         self._tracker = tracker
@@ -33,7 +34,8 @@ class Evaluations:
     async def ask(self, policy_version: int) -> int:
         """Ask for the accuracy of `policy_version`; returns the request's id."""
         self._last_id += 1
-        await self._control.publish("evaluate", EvaluationRequest(request_id=self._last_id, policy_version=policy_version))
+        request = EvaluationRequest(incarnation=self._incarnation, request_id=self._last_id, policy_version=policy_version)
+        await self._control.publish("evaluate", request)
         return self._last_id
 
     async def wait(self, request_id: int, *, timeout_s: float) -> EvaluationResult | None:

@@ -92,7 +92,7 @@ async def train(around: Surroundings) -> None:
     )
     try:
         with publisher:
-            evaluations = Evaluations(around.hub, board, tracker)
+            evaluations = Evaluations(around.hub, board, tracker, incarnation=around.incarnation)
             training = TrainingLoop(
                 settings,
                 around.live,

@@ -1,6 +1,6 @@
 """A trainer as a process that may be killed: `python -m tests.rollouter.fake_trainer ADDRESS RUN_DIR INCARNATION VERSION`.
 
-Publishes one version, then prints a line for each step of samples that it trained and
+Asks for an evaluation, publishes one version, then prints a line for each step of samples that it trained and
 whose acknowledgement the rollouter has.
 """
 
@@ -10,7 +10,7 @@ import asyncio
 import sys
 from pathlib import Path
 
-from sample_bus.messages import RollouterStatus
+from sample_bus.messages import EvaluationResult, RollouterStatus
 from tests.rollouter.stand_in import make_settings, stand_in_trainer
 
 
@@ -18,6 +18,7 @@ async def serve(address: str, run_dir: str, incarnation: str, version: int) -> N
     settings = make_settings(Path(run_dir), bus__address=address, bus__on_lost="wait")
     async with stand_in_trainer(settings, incarnation=incarnation, origin_version=version) as trainer:
         await trainer.begin()
+        await trainer.evaluate(1, version)
         await trainer.publish(version, staged={"engine-0": f"engine-0-{1 if incarnation == 'first' else 2}"})
         trained = 0
 
@@ -28,6 +29,8 @@ async def serve(address: str, run_dir: str, incarnation: str, version: int) -> N
             samples = await trainer.train(settings.samples_per_step)
             trained += len(samples)
             await trainer.wait_status(all_acknowledged)
+            if trained == len(samples):
+                await trainer.wait_report(EvaluationResult)
             versions = sorted({(sample.incarnation, sample.oldest_version) for sample in samples})
             sys.stdout.write(f"trained {len(samples)} {versions}\n")
             sys.stdout.flush()

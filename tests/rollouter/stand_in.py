@@ -172,7 +172,8 @@ class StandInTrainer:
         return self.live.revision
 
     async def evaluate(self, request_id: int, policy_version: int) -> None:
-        await self.hub.publish("evaluate", EvaluationRequest(request_id=request_id, policy_version=policy_version))
+        request = EvaluationRequest(incarnation=self.incarnation, request_id=request_id, policy_version=policy_version)
+        await self.hub.publish("evaluate", request)
 
     async def end(self, reason: EndReason = EndReason.FINISHED, message: str = "") -> None:
         await self.hub.publish("end", EndOfRun(reason=reason, message=message))

@@ -59,7 +59,8 @@ async def test_killed_trainer_ends_the_rollouter_when_it_is_told_to_fail(tmp_pat
 
 
 async def test_killed_trainer_is_waited_for_and_its_successor_served(tmp_path: Path) -> None:
-    """B17: the engines take the successor's version before a sample is made for it."""
+    """B17: the engines take the successor's version before a sample is made for it, and its evaluation, which bears the same
+    number as the dead one's and is asked for before the engines hold its version."""
     settings = make_settings(tmp_path, bus__heartbeat_timeout_s=1.0, bus__on_lost="wait")
     engine = FakeEngine()
     async with running_rollouter(settings, engine) as rollouter:

@@ -8,7 +8,7 @@ from rollouter.errors import EvaluationFailed
 from rollouter.evaluation import Tally
 from sample_bus.messages import EvaluationRequest
 
-REQUEST = EvaluationRequest(request_id=3, policy_version=5)
+REQUEST = EvaluationRequest(incarnation="t1", request_id=3, policy_version=5)
 
 
 def test_failed_rollouts_are_left_out_of_the_mean() -> None:

@@ -35,11 +35,13 @@ async def accept(_body: Message) -> Accepted:
 async def test_late_joiner_gets_every_topic_at_once(address: str) -> None:
     async with hub_at(address) as hub:
         await hub.publish("trainer", trainer_at(3))
-        await hub.publish("evaluate", EvaluationRequest(request_id=1, policy_version=2))
+        await hub.publish("evaluate", EvaluationRequest(incarnation="t1", request_id=1, policy_version=2))
         async with link_to(address) as link:
             await link.wait_connected(30)
             assert link.get("trainer", TrainerStatus) == trainer_at(3)
-            assert link.get("evaluate", EvaluationRequest) == EvaluationRequest(request_id=1, policy_version=2)
+            assert link.get("evaluate", EvaluationRequest) == EvaluationRequest(
+                incarnation="t1", request_id=1, policy_version=2
+            )
             assert link.get("round", TrainerStatus) is None
 
 
@@ -146,7 +148,9 @@ async def test_unknown_request_and_wrong_body_are_refused_by_name(address: str) 
         with pytest.raises(RequestFailed, match=r"no request 'run\.fialed'; known: run\.failed"):
             await soon(link.request("run.fialed", Failed(message=""), Accepted))
         with pytest.raises(RequestFailed, match=r"request run\.failed: Failed\.message: Field required"):
-            await soon(link.request("run.failed", EvaluationRequest(request_id=1, policy_version=1), Accepted))
+            await soon(
+                link.request("run.failed", EvaluationRequest(incarnation="t1", request_id=1, policy_version=1), Accepted)
+            )
         with pytest.raises(RequestFailed, match=r"known: run\.failed"):
             await soon(hub.request("nothing", Accepted(), Accepted))
 

@@ -96,7 +96,7 @@ async def test_evaluation_is_filed_under_the_version_for_which_it_was_asked() ->
     control = FakeControl()
     board = _board(control)
     tracker = Tracker([])
-    evaluations = Evaluations(control, board, tracker)
+    evaluations = Evaluations(control, board, tracker, incarnation="i1")
     request_id = await evaluations.ask(5)
     board.set(policy_version=8)
     result = EvaluationResult(
