@@ -12,6 +12,9 @@ AgentLoopError
 
 from __future__ import annotations
 
+USER_CODE_FAILURES = (Exception, SystemExit, KeyboardInterrupt)
+"""What code that is not ours may raise where it is called: none of it is a reason to end the process."""
+
 
 class AgentLoopError(Exception):
     """Raised when a rollout cannot go on."""
@@ -43,3 +46,8 @@ class RewardError(AgentLoopError):
 
 class LoopError(AgentLoopError):
     """Raised when an agent loop ended without a single generated token."""
+
+
+def words_of(error: BaseException) -> str:
+    """`KeyError: 'x'`, in one line."""
+    return " ".join(f"{type(error).__name__}: {error}".split())

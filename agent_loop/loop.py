@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 from typing import Protocol
 
-from agent_loop.errors import LoopError
+from agent_loop.errors import USER_CODE_FAILURES, LoopError, words_of
 from agent_loop.session import Session
 from agent_loop.task import Task
 
@@ -32,10 +32,13 @@ def load_agent_loop(path: str) -> AgentLoop:
         raise LoopError(f"rollouter.agent_loop: got {path!r}, expected `module:Class`")
     try:
         module = importlib.import_module(module_name)
-    except ImportError as error:
-        raise LoopError(f"rollouter.agent_loop: got {path!r}, and {module_name} does not import: {error}") from error
+    except USER_CODE_FAILURES as error:
+        raise LoopError(f"rollouter.agent_loop: got {path!r}, and {module_name} does not import: {words_of(error)}") from error
     found = getattr(module, class_name, None)
     if not isinstance(found, type) or not callable(getattr(found, "run", None)):
         raise LoopError(f"rollouter.agent_loop: got {path!r}, expected a class with `async def run(task, session)`")
-    loop: AgentLoop = found()
+    try:
+        loop: AgentLoop = found()
+    except USER_CODE_FAILURES as error:
+        raise LoopError(f"rollouter.agent_loop: {path} cannot be made without arguments: {words_of(error)}") from error
     return loop

@@ -18,7 +18,7 @@ from decimal import Decimal, InvalidOperation
 from pathlib import Path
 from typing import Any
 
-from agent_loop.errors import RewardError
+from agent_loop.errors import USER_CODE_FAILURES, RewardError, words_of
 
 
 def exact_match(data_source: str, solution_str: str, ground_truth: Any, extra_info: Mapping[str, Any] | None = None) -> float:
@@ -62,10 +62,8 @@ class Reward:
                 value = await _in_thread(self.function, arguments)
         except RewardError:
             raise
-        except Exception as error:
-            raise RewardError(
-                f"reward {self.path} raised {type(error).__name__}: {error} (data source {data_source})"
-            ) from error
+        except USER_CODE_FAILURES as error:
+            raise RewardError(f"reward {self.path} raised {words_of(error)} (data source {data_source})") from error
         return checked_score(value, path=self.path)
 
 
@@ -93,8 +91,8 @@ def load_reward(path: str) -> Reward:
         raise RewardError(f"data.reward: got {path!r}, expected `module:function` or `path/to/file.py:function`")
     try:
         module = _from_file(Path(module_name)) if module_name.endswith(".py") else importlib.import_module(module_name)
-    except (ImportError, OSError, SyntaxError) as error:
-        raise RewardError(f"data.reward: got {path!r}, and {module_name} does not import: {error}") from error
+    except USER_CODE_FAILURES as error:
+        raise RewardError(f"data.reward: got {path!r}, and {module_name} does not import: {words_of(error)}") from error
     function = getattr(module, function_name, None)
     if not callable(function):
         raise RewardError(f"data.reward: got {path!r}, and {module_name} has no function {function_name}")

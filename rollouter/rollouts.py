@@ -15,7 +15,7 @@ import structlog
 import xxhash
 
 from agent_loop.engine import Engine, SamplingParams
-from agent_loop.errors import AgentLoopError
+from agent_loop.errors import AgentLoopError, words_of
 from agent_loop.loop import AgentLoop
 from agent_loop.session import Session, TextCodec, Trajectory
 from agent_loop.task import Task
@@ -94,6 +94,10 @@ class Runner:
             limit = f"after {self._timeout_s:g} s" if deadline.expired() else "on a deadline of its own"
             raise TimeoutError(
                 f"rollout {plan.rollout_id} attempt {number} gave up {limit} while {doing} ({session.num_tokens} tokens so far)"
+            ) from error
+        except (SystemExit, KeyboardInterrupt) as error:
+            raise AgentLoopError(
+                f"rollout {plan.rollout_id} attempt {number}: the agent loop raised {words_of(error)}"
             ) from error
         except asyncio.CancelledError as error:
             task = asyncio.current_task()

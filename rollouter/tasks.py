@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from agent_loop.errors import USER_CODE_FAILURES, words_of
 from rollouter.errors import DataError
 
 Message = Mapping[str, Any]
@@ -130,9 +131,12 @@ def _json_lines(path: Path) -> Iterator[tuple[int, Any]]:
 def _call(module_name: str, function_name: str) -> Iterable[Any]:
     try:
         function = getattr(importlib.import_module(module_name), function_name)
-    except (ImportError, AttributeError) as error:
-        raise DataError(f"data.source: got {module_name}:{function_name}, which does not import: {error}") from error
-    rows = function()
+    except USER_CODE_FAILURES as error:
+        raise DataError(f"data.source: got {module_name}:{function_name}, which does not import: {words_of(error)}") from error
+    try:
+        rows = function()
+    except USER_CODE_FAILURES as error:
+        raise DataError(f"data.source: {module_name}:{function_name} raised {words_of(error)}") from error
     if not isinstance(rows, Iterable):
         raise DataError(f"data.source: {module_name}:{function_name} returned {type(rows).__name__}, expected rows")
     return rows

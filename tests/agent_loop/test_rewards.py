@@ -67,6 +67,21 @@ async def test_a_reward_that_raises_is_an_error_with_its_words() -> None:
         await score(broken)
 
 
+@pytest.mark.parametrize("end", [SystemExit, KeyboardInterrupt])
+async def test_a_reward_that_would_end_the_process_is_an_error(end: type[BaseException]) -> None:
+    """B102, B160: `sys.exit` in user code."""
+
+    def leaving(*arguments: Any) -> float:
+        raise end(3)
+
+    async def leaving_later(*arguments: Any) -> float:
+        raise end(3)
+
+    for function in (leaving, leaving_later):
+        with pytest.raises(RewardError, match=rf"raised {end.__name__}: 3"):
+            await score(function)
+
+
 async def test_async_rewards_are_awaited() -> None:
     async def slow(*arguments: Any) -> dict[str, float]:
         await asyncio.sleep(0)
@@ -105,6 +120,15 @@ async def test_a_reward_that_never_returns_is_left_behind_at_the_deadline() -> N
         async with asyncio.timeout(0.05):
             await score(stuck)
     forever.set()
+
+
+@pytest.mark.parametrize("body", ["1 / 0", "import sys; sys.exit(4)", "def f(:", "import no_such_module"])
+def test_a_module_that_fails_to_import_is_named_with_its_words(tmp_path: Path, body: str) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text(body + "\n")
+    with pytest.raises(RewardError, match=r"mine\.py does not import: \w+: ") as caught:
+        load_reward(f"{file}:f")
+    assert "\n" not in str(caught.value)
 
 
 def test_rewards_load_by_module_and_by_file(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from typing import Any
 
 import numpy as np
@@ -114,6 +115,11 @@ class Raises:
         raise ZeroDivisionError("in user code")
 
 
+class Leaves:
+    async def run(self, task: Task, session: Session) -> None:
+        sys.exit(3)
+
+
 class Cancels:
     async def run(self, task: Task, session: Session) -> None:
         raise asyncio.CancelledError
@@ -127,6 +133,12 @@ async def test_loop_without_a_turn_fails() -> None:
 async def test_errors_of_user_code_come_out_as_they_are() -> None:
     with pytest.raises(ZeroDivisionError, match="in user code"):
         await _runner(await _engine(), loop=Raises()).attempt(_plan(), 0)
+
+
+async def test_loop_that_would_end_the_process_fails_its_rollout() -> None:
+    """B160"""
+    with pytest.raises(AgentLoopError, match="SystemExit: 3"):
+        await _runner(await _engine(), loop=Leaves()).attempt(_plan(), 0)
 
 
 async def test_inner_cancellation_is_a_failure_and_an_outer_one_is_not_swallowed() -> None:
