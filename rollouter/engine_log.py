@@ -12,12 +12,12 @@ _EXCEPTION = re.compile(r"^([A-Za-z_][\w.]*\.)?[A-Z]\w*(Error|Exception|Interrup
 _HINT = re.compile(r"root cause|see stack trace|stack trace above", re.IGNORECASE)
 
 
-def tail(file: Path, *, max_bytes: int = _TAIL_BYTES) -> str:
-    """The end of a text file; empty if it is not there."""
+def tail(file: Path, *, since: int = 0, max_bytes: int = _TAIL_BYTES) -> str:
+    """The end of a text file, nothing before byte `since`; empty if it is not there."""
     try:
         with file.open("rb") as stream:
             stream.seek(0, os.SEEK_END)
-            stream.seek(max(0, stream.tell() - max_bytes))
+            stream.seek(max(since, stream.tell() - max_bytes))
             return stream.read().decode(errors="replace")
     except FileNotFoundError:
         return ""

@@ -92,7 +92,7 @@ def ray_environment(base: Mapping[str, str], *, address: str | None, token: str,
     Ours listens on loopback only, takes nobody without `token`, reports to nobody, runs its workers at our priority, kills
     none for want of memory (local placement does not either), and knows of no GPU but the engines'.
     """
-    common = {**base, "RAY_USAGE_STATS_ENABLED": "0", "RAY_worker_niceness": "0"}
+    common = {**base, "RAY_USAGE_STATS_ENABLED": "0", "RAY_worker_niceness": "0", "RAY_COLOR_PREFIX": "0"}
     if address is not None:
         return common
     return {

@@ -171,7 +171,8 @@ class _Host:
             value = await getattr(self._actors[engine], method).remote(*arguments)
         except ray.exceptions.RayActorError as error:
             self._actors.pop(engine, None)
-            _answer(self._answers, number, error=f"its Ray actor has ended: {_words(error)}")
+            reason = _words(error).partition(" Some common causes")[0]  # Ray goes on with general advice
+            _answer(self._answers, number, error=f"its Ray actor has ended: {reason}")
         except Exception as error:  # noqa: BLE001 - told to whoever called
             _answer(self._answers, number, error=_words(error))
         else:

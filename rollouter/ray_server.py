@@ -27,6 +27,7 @@ from configs.schema import EngineSettings
 from rollouter.engine_errors import EngineStartError
 from rollouter.engine_log import failure_line, last_line, tail
 from rollouter.placement import asked_bundles, overlap, ray_environment
+from rollouter.vllm_server import remove_sockets
 
 log = structlog.get_logger()
 
@@ -51,6 +52,7 @@ class RayDriver:
         self.trainer_gpus = None if gpus is None or gpus.shared else gpus.trainer
         self._gpus = gpus
         self._log_file = log_file
+        self._log_start = 0
         self._servers: list[dict[str, Any]] = []
         self._process: asyncio.subprocess.Process | None = None
         self._reading: asyncio.Task[None] | None = None
@@ -82,7 +84,7 @@ class RayDriver:
                 await self._end()
                 raise EngineStartError(
                     f"Ray did not answer within engine.start_timeout_s={self.settings.start_timeout_s:g} s; last line of "
-                    f"{self._log_file}: {last_line(tail(self._log_file))}"
+                    f"{self._log_file}: {last_line(self._log_text())}"
                 ) from None
             except BaseException:
                 await asyncio.shield(self._end())
@@ -113,6 +115,7 @@ class RayDriver:
         environment["PYTHONPATH"] = ":".join([str(_ROOT), *filter(None, [environment.get("PYTHONPATH")])])
         self._log_file.parent.mkdir(parents=True, exist_ok=True)
         with self._log_file.open("ab") as output:
+            self._log_start = output.tell()
             self._process = await asyncio.create_subprocess_exec(
                 sys.executable,
                 *("-m", "rollouter.ray_host"),
@@ -135,7 +138,7 @@ class RayDriver:
         self._reading = asyncio.create_task(self._read(self._process))
         self._write(order)
         answer: dict[str, Any] = await _saying(
-            placed, "waiting for Ray", lambda: last_line(tail(self._log_file)), engines=len(bundles)
+            placed, "waiting for Ray", lambda: last_line(self._log_text()), engines=len(bundles)
         )
         return answer
 
@@ -177,7 +180,10 @@ class RayDriver:
 
     def _how_it_ended(self) -> str:
         status = None if self._process is None else self._process.returncode
-        return f"Ray's driver has ended (status {status}): {failure_line(tail(self._log_file))} [{self._log_file}]"
+        return f"Ray's driver has ended (status {status}): {failure_line(self._log_text())} [{self._log_file}]"
+
+    def _log_text(self) -> str:
+        return tail(self._log_file, since=self._log_start)
 
     async def _end(self) -> None:
         process, self._process = self._process, None
@@ -214,6 +220,7 @@ class RayServer:
         self._driver = driver
         self._engine = driver.add({"name": name, "socket": str(self.socket), "log_file": str(self.log_file), "cores": cores})
         self._pid: int | None = None
+        self._log_start = 0
         self._why = "it was never launched"
 
     @property
@@ -227,6 +234,7 @@ class RayServer:
     async def launch(self) -> None:
         """Start the process in its actor, after Ray, the bundles and the actor. Raises EngineStartError."""
         await self._driver.ready()
+        before = self.log_file.stat().st_size if self.log_file.exists() else 0
         launched = await self._call("launch", "waiting for an engine's Ray actor")
         taken = overlap(launched["gpus"], self._driver.trainer_gpus)
         if taken:
@@ -234,7 +242,7 @@ class RayServer:
                 f"{self.name}: Ray assigned GPU {','.join(taken)}, which is the trainer's; leave it out of the Ray cluster"
             )
         if launched["pid"] != self._pid:
-            self._pid = launched["pid"]
+            self._pid, self._log_start = launched["pid"], before
             log.info("engine launched", engine=self.name, pid=self._pid, gpus=launched["gpus"], placement="ray")
 
     async def serve(self, model_dir: str, dtype: str) -> None:
@@ -267,7 +275,7 @@ class RayServer:
                 await self._driver.call(self._engine, "stop")
         except (EngineStartError, TimeoutError) as error:
             log.debug("engine is left to the end of its actor", engine=self.name, why=str(error))
-        self.socket.unlink(missing_ok=True)
+        remove_sockets(self.socket)
 
     async def _call(self, method: str, event: str, *arguments: Any) -> Any:
         """Under engine.start_timeout_s and somewhat: the actor keeps that deadline itself, and says more about it."""
@@ -275,7 +283,9 @@ class RayServer:
         try:
             async with asyncio.timeout(timeout_s):
                 call = self._driver.call(self._engine, method, *arguments)
-                return await _saying(call, event, lambda: last_line(tail(self.log_file)), engine=self.name)
+                return await _saying(
+                    call, event, lambda: last_line(tail(self.log_file, since=self._log_start)), engine=self.name
+                )
         except TimeoutError:
             raise EngineStartError(f"{self.name}: its Ray actor did not answer `{method}` within {timeout_s:g} s") from None
 

@@ -36,7 +36,7 @@ class VllmServer:
     def __init__(self, name: str, settings: EngineSettings, *, socket: Path, log_file: Path, share: EngineShare) -> None:
         self.name = name
         self.socket = socket
-        self._inner_sockets = socket.with_name(f"{socket.name}.d")
+        self._inner_sockets = inner_sockets(socket)
         self.log_file = log_file
         self.started_at = 0.0
         self._settings = settings
@@ -173,9 +173,7 @@ class VllmServer:
         return text.encode()[-written:].decode(errors="replace") if written > 0 else ""
 
     def _remove_sockets(self) -> None:
-        """Also those by which vLLM's processes meet: vLLM leaves them behind."""
-        self.socket.unlink(missing_ok=True)
-        shutil.rmtree(self._inner_sockets, ignore_errors=True)
+        remove_sockets(self.socket)
 
     def _sweep(self) -> None:
         """SIGKILL to what is left of the process group."""
@@ -185,6 +183,17 @@ class VllmServer:
             os.killpg(self._process.pid, signal.SIGKILL)
         except ProcessLookupError:
             pass
+
+
+def inner_sockets(socket: Path) -> Path:
+    """Where the processes of the server at `socket` meet."""
+    return socket.with_name(f"{socket.name}.d")
+
+
+def remove_sockets(socket: Path) -> None:
+    """Also those by which vLLM's processes meet: vLLM leaves them behind."""
+    socket.unlink(missing_ok=True)
+    shutil.rmtree(inner_sockets(socket), ignore_errors=True)
 
 
 async def _connects(socket: Path) -> bool:

@@ -223,3 +223,22 @@ async def test_first_sigterm_drains_both_and_leaves_nothing(tmp_path: Path, daem
     assert await ended(trainer) == 0, trainer.tail()
     assert await ended(rollouter) == 0, rollouter.tail()
     assert leftovers(run_dir) == []
+
+
+@pytest.mark.slow
+async def test_an_engine_under_ray_is_trained_with_and_nothing_of_ray_is_left(tmp_path: Path, daemons: list[Daemon]) -> None:
+    """engine.placement=ray: three steps and their versions over a server that a Ray actor owns."""
+    run_dir = tmp_path / "run"
+    overrides = [f"run_dir={run_dir}", "num_steps=3", "engine.placement=ray", "evaluation.at_start=false"]
+    daemons += [start("trainer", overrides, tmp_path), start("rollouter", overrides, tmp_path)]
+    codes = [await ended(daemon) for daemon in daemons]
+    assert codes == [0, 0], "\n---\n".join(daemon.tail() for daemon in daemons)
+    (reserved,) = daemons[1].events("Ray reserved the engines' bundles")
+    assert reserved["node"] == "127.0.0.1"
+    (launched,) = daemons[1].events("engine launched")
+    assert launched["placement"] == "ray"
+    assert len(metrics(run_dir, "train")) == 3
+    assert {row["step"] for row in metrics(run_dir, "sync")} == {0, 1, 2, 3}
+    assert leftovers(run_dir) == []
+    assert leftovers(Path("hr-ray-")) == []
+    assert not list(socket_dir(load(PRESET, overrides)).iterdir())

@@ -89,7 +89,7 @@ def test_our_own_ray_is_on_loopback_needs_a_token_and_knows_only_the_engines_gpu
     assert (own["RAY_NODE_IP_ADDRESS"], own["RAY_AUTH_TOKEN"], own["RAY_worker_niceness"]) == ("127.0.0.1", "secret", "0")
     assert own["HOME"] == "/home/u"
     joined = ray_environment(base, address="auto", token="secret", gpus=SHARES)
-    assert joined == base | {"RAY_USAGE_STATS_ENABLED": "0", "RAY_worker_niceness": "0"}
+    assert joined == base | {"RAY_USAGE_STATS_ENABLED": "0", "RAY_worker_niceness": "0", "RAY_COLOR_PREFIX": "0"}
 
 
 @pytest.mark.parametrize("address", ["10.0.0.1", "ray://10.0.0.1:10001", "host:", "here"])

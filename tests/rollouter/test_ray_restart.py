@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -22,37 +24,46 @@ pytestmark = [pytest.mark.integration, pytest.mark.slow, pytest.mark.timeout(600
 PROMPT = np.arange(3, 27, dtype=np.int32)
 
 
-async def test_an_engine_is_placed_again_when_its_actor_or_all_of_ray_dies(tmp_path: Path) -> None:
-    """B26 under Ray: kill -9 of the actor in the middle of a generation, later of Ray's driver."""
+@pytest.fixture
+def sockets() -> Iterator[Path]:
+    """A directory whose sockets have short paths."""
+    with tempfile.TemporaryDirectory(prefix="hr-test-", dir="/tmp") as directory:
+        yield Path(directory)
+
+
+async def test_an_engine_is_placed_again_when_its_actor_or_all_of_ray_dies(tmp_path: Path, sockets: Path) -> None:
+    """B26 under Ray: kill -9 of the actor, later of Ray's driver; the requests that come then are answered."""
     model = make_tiny_model(tmp_path / "m", TinyModel.TIED, seed=0)
     settings = EngineSettings(max_model_len=256, kv_cache_bytes=64 << 20, max_restarts=2, placement="ray")
-    pool = EnginePool(settings, WeightSyncSettings(), socket_dir=tmp_path, log_dir=tmp_path, partial_rollout="keep")
-    sampling = SamplingParams(temperature=1.0, max_tokens=200, stop_token_ids=())
+    pool = EnginePool(settings, WeightSyncSettings(), socket_dir=sockets, log_dir=tmp_path, partial_rollout="keep")
+    sampling = SamplingParams(temperature=1.0, max_tokens=20, stop_token_ids=())
     server, driver = pool._members[0].server, pool._ray
     assert server is not None
     assert driver is not None
     try:
         await pool.start(str(model), "float32")
         supervision = asyncio.create_task(pool.supervise())
-        with WeightRounds(tmp_path) as rounds:
+        with WeightRounds(sockets) as rounds:
             (result,) = await pool.sync(rounds.publish(checkpoint_tensors(model), 0), rounds.wait_staged)
             assert result.committed, result.message
             for level in ("actor", "driver"):
-                request = asyncio.create_task(pool.generate(PROMPT, sampling, request_id=level))
-                await asyncio.sleep(0.1)
                 assert server.pid is not None
                 assert driver.pid is not None
                 engine = psutil.Process(server.pid)
                 actor = engine.parent()
                 assert actor is not None
                 os.kill(actor.pid if level == "actor" else driver.pid, signal.SIGKILL)
-                generation = await request
+                await asyncio.to_thread(psutil.wait_procs, [engine], 60)
+                assert not engine.is_running() or engine.status() == psutil.STATUS_ZOMBIE
+                generation = await pool.generate(PROMPT, sampling, request_id=level)
                 assert generation.versions.tolist() == [0]
                 assert server.pid != engine.pid
-                assert not engine.is_running() or engine.status() == psutil.STATUS_ZOMBIE
         supervision.cancel()
     finally:
         await pool.close()
     assert not [child for child in psutil.Process().children(recursive=True) if "vllm" in " ".join(child.cmdline()).lower()]
-    assert not (tmp_path / "engine-0").exists()
-    assert not list(Path("/tmp").glob("hr-ray-*"))
+    assert list_of(sockets, "engine-") == list_of(Path("/tmp"), "hr-ray-") == []
+
+
+def list_of(directory: Path, prefix: str) -> list[Path]:
+    return list(directory.glob(f"{prefix}*"))
