@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
+from typing import TextIO
 
 import structlog
 
@@ -77,10 +78,22 @@ def report(outcome: Outcome, settings: Settings) -> int:
     png = learning_curve(outcome, settings.run_dir)
     name = f"headrace {settings.name}: {outcome.verdict.headline}"
     files = Files(run_dir=settings.run_dir, png=png)
-    sys.stdout.write("\n" + summary(outcome.picture, files, headline=name, now=outcome.ended_at) + "\n")
-    sys.stdout.flush()
-    sys.stderr.writelines(f"headrace up: {death}\n" for death in outcome.deaths)
+    try:
+        sys.stdout.write("\n" + summary(outcome.picture, files, headline=name, now=outcome.ended_at) + "\n")
+        sys.stdout.flush()
+        sys.stderr.writelines(f"headrace up: {death}\n" for death in outcome.deaths)
+    except OSError as error:
+        log.warning("the summary has no reader", error=str(error))
+        let_go(sys.stdout, sys.stderr)
     return outcome.verdict.exit_code
+
+
+def let_go(*streams: TextIO) -> None:
+    """Turn closed streams to the null device, so that the interpreter's last flush does not fail and change the exit code."""
+    null = os.open(os.devnull, os.O_WRONLY)
+    for stream in streams:
+        os.dup2(null, stream.fileno())
+    os.close(null)
 
 
 def learning_curve(outcome: Outcome, run_dir: Path) -> Path | None:

@@ -94,6 +94,7 @@ class _Signals:
         self.kill = asyncio.Event()
 
     def take(self, number: signal.Signals) -> None:
+        """Called for each signal, and with SIGHUP when whoever watched is gone."""
         if self.first is None:
             self.first = number
             self.stop.set()
@@ -127,7 +128,8 @@ class _Session:
 
     async def watch(self) -> None:
         """Show the run until it is over, then stop what is left of it."""
-        self._display.start()
+        with self._while_watched():
+            self._display.start()
         async with asyncio.TaskGroup() as tasks:
             address = bus_address(self._settings)
             side = [
@@ -140,14 +142,15 @@ class _Session:
             for task in side:
                 task.cancel()
         self._fill_gaps()
-        self._display.show(self._picture, time.time())
+        self._show()
 
     async def close(self) -> None:
         """Stop and clean, if that is still to be done; give the terminal back."""
         try:
             await self._stop()
         finally:
-            self._display.close()
+            with self._while_watched():
+                self._display.close()
 
     def outcome(self) -> Outcome:
         self._fill_gaps()
@@ -219,8 +222,22 @@ class _Session:
             if self._picture.missing_steps > self._num_missing:
                 self._fill_gaps()
             self._num_missing = self._picture.missing_steps
-            self._display.show(self._picture, time.time())
+            self._show()
             await asyncio.sleep(self._display.refresh_interval_s)
+
+    def _show(self) -> None:
+        with self._while_watched():
+            self._display.show(self._picture, time.time())
+
+    @contextlib.contextmanager
+    def _while_watched(self) -> Iterator[None]:
+        """A pipe whose reader has gone ends the run in order, as a terminal's SIGHUP would."""
+        try:
+            yield
+        except OSError as error:
+            if self._signals.first is None:
+                log.warning("nobody watches any more, ending the run", error=str(error))
+                self._signals.take(signal.SIGHUP)
 
     async def _look(self) -> None:
         while True:
@@ -253,7 +270,9 @@ def _death(child: Child) -> str:
 def _signals() -> Iterator[_Signals]:
     loop = asyncio.get_running_loop()
     signals = _Signals()
-    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    numbers = [signal.SIGINT, signal.SIGTERM]
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # as `nohup` sets it
+        numbers.append(signal.SIGHUP)
     for number in numbers:
         loop.add_signal_handler(number, signals.take, number)
     try:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import pty
 import signal
 import subprocess
 import sys
+import termios
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -130,6 +132,47 @@ def test_a_run_on_a_terminal_is_shown_live(start: object) -> None:
         "finished",
     ):
         assert expected in text, expected
+
+
+def test_a_terminal_that_is_closed_ends_the_run_in_order(start: object) -> None:
+    assert callable(start)
+    controller, terminal = pty.openpty()
+    up = start("endless", stdin=terminal, stdout=terminal, stderr=terminal, start_new_session=True, preexec_fn=_own_terminal)
+    os.close(terminal)
+    up.wait_for('"step":3', "trainer")
+    os.close(controller)
+    assert up.end()[0] == 128 + signal.SIGHUP
+    up.assert_nothing_is_left()
+
+
+def test_a_pipe_whose_reader_has_gone_ends_the_run_in_order(start: object) -> None:
+    assert callable(start)
+    reader, writer = os.pipe()
+    up = start("endless", stdout=writer, stderr=subprocess.PIPE)
+    os.close(writer)
+    up.wait_for('"step":3', "trainer")
+    os.close(reader)
+    code, _, err = up.end()
+    assert (code, err) == (128 + signal.SIGHUP, "")
+    up.assert_nothing_is_left()
+
+
+def test_a_run_that_was_told_to_ignore_hangups_goes_on(start: object) -> None:
+    """As under `nohup`."""
+    assert callable(start)
+    up = start("endless", stdout=subprocess.PIPE, stderr=subprocess.PIPE, preexec_fn=_ignore_hangups)
+    up.wait_for('"step":3', "trainer")
+    up.process.send_signal(signal.SIGHUP)
+    assert up.end(signal.SIGTERM)[0] == 128 + signal.SIGTERM
+    up.assert_nothing_is_left()
+
+
+def _own_terminal() -> None:
+    fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+
+
+def _ignore_hangups() -> None:
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
 
 
 @pytest.mark.parametrize(
