@@ -16,6 +16,7 @@ from typing import Any, Literal, Protocol
 
 import structlog
 import xxhash
+from safetensors import SafetensorError
 
 from trainer.errors import CheckpointError, NoCheckpointError
 from trainer.snapshot import fsync
@@ -56,28 +57,38 @@ def save_checkpoint(root: Path, policy: Saved, *, step: int, state: Mapping[str,
     """Write `root/step_N` with the policy and `state` (JSON), then delete all but the newest `keep` complete ones.
 
     A complete checkpoint of the same step is replaced. On return everything is on disk.
+    Raises CheckpointError when it cannot be written; the older ones are as they were.
     """
-    root.mkdir(parents=True, exist_ok=True)
     unfinished = root / f"{_UNFINISHED}step_{step}"
-    shutil.rmtree(unfinished, ignore_errors=True)
-    (unfinished / _POLICY).mkdir(parents=True)
-    policy.save(unfinished / _POLICY)
-    (unfinished / STATE).write_text(json.dumps(dict(state), indent=1))
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        _write(unfinished, policy, step=step, state=state)
+        target = root / f"step_{step}"
+        shutil.rmtree(target, ignore_errors=True)
+        unfinished.rename(target)
+        fsync(root)
+        for old in find(root).complete[:-keep]:
+            shutil.rmtree(old)
+    except (OSError, SafetensorError) as error:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        raise CheckpointError(f"{root / f'step_{step}'}: cannot be written: {error}") from error
+    return target
+
+
+def _write(directory: Path, policy: Saved, *, step: int, state: Mapping[str, Any]) -> None:
+    """A whole checkpoint in `directory`, made anew; the marker comes last."""
+    shutil.rmtree(directory, ignore_errors=True)
+    (directory / _POLICY).mkdir(parents=True)
+    policy.save(directory / _POLICY)
+    (directory / STATE).write_text(json.dumps(dict(state), indent=1))
     files = {
-        path.relative_to(unfinished).as_posix(): {"bytes": path.stat().st_size, "xxh3": _checksum(path)}
-        for path in sorted(unfinished.rglob("*"))
+        path.relative_to(directory).as_posix(): {"bytes": path.stat().st_size, "xxh3": _checksum(path)}
+        for path in sorted(directory.rglob("*"))
         if path.is_file()
     }
-    (unfinished / MARKER).write_text(json.dumps({"step": step, "files": files}, indent=1))
-    for path in (unfinished / STATE, unfinished / MARKER, unfinished / _POLICY, unfinished):
+    (directory / MARKER).write_text(json.dumps({"step": step, "files": files}, indent=1))
+    for path in (directory / STATE, directory / MARKER, directory / _POLICY, directory):
         fsync(path)
-    target = root / f"step_{step}"
-    shutil.rmtree(target, ignore_errors=True)
-    unfinished.rename(target)
-    fsync(root)
-    for old in find(root).complete[:-keep]:
-        shutil.rmtree(old)
-    return target
 
 
 def resume(root: Path, policy: Saved, *, mode: Literal["never", "auto", "must"]) -> dict[str, Any] | None:

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from safetensors import SafetensorError
 
 from configs.schema import TrainerSettings
 from tests.fakes.tiny_models import TinyModel, make_tiny_model
@@ -91,6 +92,22 @@ def test_changed_bytes_of_the_right_length_are_noticed(tmp_path: Path) -> None:
 def test_only_the_newest_complete_checkpoints_are_kept(tmp_path: Path) -> None:
     save_steps(tmp_path, 9, 10, 11, 100, keep=2)
     assert [path.name for path in find(tmp_path).complete] == ["step_11", "step_100"]
+
+
+@pytest.mark.parametrize("failure", [OSError(28, "No space left on device"), SafetensorError("No space left on device")])
+def test_a_full_disk_is_told_with_the_path_and_leaves_the_older_checkpoints(tmp_path: Path, failure: Exception) -> None:
+    """B89"""
+
+    class Full(Notebook):
+        def save(self, directory: Path) -> None:
+            super().save(directory)
+            raise failure
+
+    save_steps(tmp_path, 10)
+    with pytest.raises(CheckpointError, match=r"step_20: cannot be written: .*No space left on device"):
+        save_checkpoint(tmp_path, Full(), step=20, state={}, keep=1)
+    assert [path.name for path in tmp_path.iterdir()] == ["step_10"]
+    assert resume(tmp_path, Notebook(), mode="must") == {"step": 10}
 
 
 def test_saving_again_replaces_what_a_crash_left(tmp_path: Path) -> None:
