@@ -38,6 +38,8 @@ _OTHER_FILES = 256
 _ENDING_S = 1.0
 """An engine that closes its connections is about to end."""
 _REACH_EVERY_S = 2.0
+_LOOK_EVERY_S = 5.0
+"""Between two health checks of an engine that nobody complains about."""
 
 
 class EnginePool:
@@ -185,15 +187,18 @@ class EnginePool:
             await self._catch_up(member)
 
     async def _until_ended(self, member: Member, ended: asyncio.Future[int] | asyncio.Future[bool]) -> str:
-        """Until the process is gone or the engine proves unusable; looks into every trouble meanwhile."""
+        """Until the process is gone or the engine proves unusable; looks into every trouble meanwhile, and now and then without
+        one: an API server whose engine died lets a call in progress wait for ever."""
         server = member.server
         while True:
             trouble = asyncio.ensure_future(member.trouble.wait())
             try:
-                await asyncio.wait((ended, trouble), return_when=asyncio.FIRST_COMPLETED)
+                await asyncio.wait((ended, trouble), timeout=_LOOK_EVERY_S, return_when=asyncio.FIRST_COMPLETED)
+                in_trouble = trouble.done()
             finally:
                 trouble.cancel()
-            member.trouble.clear()
+            if in_trouble:
+                member.trouble.clear()
             if ended.done():
                 return _how_it_ended(member, ended.result())
             if not await member.client.is_healthy(timeout_s=self._weight_sync.connect_timeout_s):
@@ -203,7 +208,7 @@ class EnginePool:
                 reason = (
                     f"no answer to a health check (weight_sync.connect_timeout_s={self._weight_sync.connect_timeout_s:g} s)"
                 )
-            elif await self._recover(member):
+            elif not in_trouble or await self._recover(member):
                 continue
             elif member.failed_commits < _MAX_FAILED_COMMITS:
                 await asyncio.wait((ended,), timeout=_CATCH_UP_AGAIN_S)

@@ -264,6 +264,17 @@ async def test_with_one_engine_requests_wait_for_it_to_come_back(tmp_path: Path)
         assert (await s.generate()).versions.tolist() == [1]
 
 
+async def test_an_engine_that_died_inside_is_noticed_without_a_request(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """B26: the server still listens, and a call that waits for the engine would wait for ever."""
+    monkeypatch.setattr("rollouter.engine_pool._LOOK_EVERY_S", 0.02)
+    async with opened(tmp_path) as s:
+        await s.sync(0)
+        s.servers[0].fail("/health", "503")
+        await eventually(lambda: s.states() == ["starting"])
+        await eventually(lambda: s.states() == ["serving"])
+        assert s.pool.statuses()[0].policy_version == 0
+
+
 async def test_a_request_that_fails_twice_is_given_up(tmp_path: Path) -> None:
     async with opened(tmp_path) as s:
         await s.sync(0)
