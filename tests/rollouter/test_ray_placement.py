@@ -16,10 +16,11 @@ from pathlib import Path
 import psutil
 import pytest
 
+from configs.gpu import GpuShares
 from configs.schema import EngineSettings
 from rollouter.engine_errors import EngineStartError
 from rollouter.placement import ray_environment
-from rollouter.ray_server import RayDriver
+from rollouter.ray_server import RayDriver, RayServer
 
 ROOT = Path(__file__).resolve().parents[2]
 WAIT_S = 120.0
@@ -54,7 +55,7 @@ async def test_what_a_ray_of_two_cpus_cannot_give_is_refused_at_once(tmp_path: P
 
 CLUSTER = """
     import sys, ray
-    ray.init(address="local", num_cpus=2, num_gpus=0, include_dashboard=False, object_store_memory=80 << 20,
+    ray.init(address="local", num_cpus=2, num_gpus=2, include_dashboard=False, object_store_memory=80 << 20,
              _node_ip_address="127.0.0.1", _temp_dir=sys.argv[1], log_to_driver=False)
     group = ray.util.placement_group([{"CPU": 2}])
     ray.get(group.ready())
@@ -69,8 +70,8 @@ CLUSTER = """
 
 @pytest.fixture
 def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[str, subprocess.Popen[str]]]:
-    """A Ray of someone else's with 2 CPUs, both held by another job until a line is written; its address."""
-    environment = ray_environment(os.environ, address=None, token="0" * 64, gpus=None)
+    """A Ray of someone else's with 2 CPUs, both held by another job until `free`, and 2 GPUs by name; its address."""
+    environment = ray_environment(os.environ, address=None, token="0" * 64, gpus=None) | {"CUDA_VISIBLE_DEVICES": "7,4"}
     for name in ("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "RAY_AUTH_MODE", "RAY_AUTH_TOKEN"):
         monkeypatch.setenv(name, environment[name])
     with tempfile.TemporaryDirectory(prefix="hr-test-", dir="/tmp", ignore_cleanup_errors=True) as directory:
@@ -98,18 +99,47 @@ async def test_what_another_job_holds_is_waited_for_until_the_deadline_and_taken
     assert "got no place on this host within engine.placement_timeout_s=2 s: asked for 1 CPU in all, 0 free" in str(
         refused.value
     )
-    assert "node 127.0.0.1 (this host): CPU 0 of 2, GPU 0 of 0 available" in str(refused.value)
+    assert "node 127.0.0.1 (this host): CPU 0 of 2, GPU 2 of 2 available" in str(refused.value)
     with pytest.raises(EngineStartError, match=r"asked for 60 CPUs in all, 2 there"):
         await driver_in(tmp_path, ray_address=address, num_cpus_per_engine=60).ready()
+    free(process)
+    driver = driver_in(tmp_path, ray_address=address, num_cpus_per_engine=2)
+    await driver.ready()
+    await driver.close()
+    assert process.poll() is None, "a Ray that is not ours must stay"
+
+
+@pytest.mark.slow
+async def test_engines_get_the_gpus_that_ray_assigned_and_never_the_trainers(
+    tmp_path: Path, cluster: tuple[str, subprocess.Popen[str]]
+) -> None:
+    """B178: names as the cluster knows them, disjoint, in each server's environment; an overlap is refused at start."""
+    address, process = cluster
+    free(process)
+    settings = EngineSettings(placement="ray", ray_address=address, num_engines=2)
+    for trainer in ("5", "4"):
+        shares = GpuShares(engines=("7", "4"), trainer=trainer, shared=False)
+        driver = RayDriver(settings, gpus=shares, log_file=tmp_path / "ray.log")
+        first, second = (
+            RayServer(name, driver, socket=tmp_path / name, log_file=tmp_path / f"{name}.log", cores=None) for name in "ab"
+        )
+        await first.launch()
+        if trainer == "5":
+            await second.launch()
+            assert [psutil.Process(server.pid).environ()["CUDA_VISIBLE_DEVICES"] for server in (first, second)] == ["7", "4"]
+        else:
+            with pytest.raises(EngineStartError, match=r"b: Ray assigned GPU 4, which is the trainer's"):
+                await second.launch()
+        await driver.close()
+
+
+def free(process: subprocess.Popen[str]) -> None:
+    """Have the other job give up its place."""
     assert process.stdin is not None
     assert process.stdout is not None
     process.stdin.write("free\n")
     process.stdin.flush()
     assert process.stdout.readline() == "freed\n"
-    driver = driver_in(tmp_path, ray_address=address, num_cpus_per_engine=2)
-    await driver.ready()
-    await driver.close()
-    assert process.poll() is None, "a Ray that is not ours must stay"
 
 
 POOL = """
