@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
+import threading
 from typing import Any, TextIO
 
 import orjson
@@ -26,12 +27,37 @@ def set_up(settings: LoggingSettings, *, daemon: str, stream: TextIO | None = No
         renderers: list[Any] = [structlog.processors.format_exc_info, structlog.processors.JSONRenderer(serializer=_json)]
     else:
         renderers = [structlog.dev.ConsoleRenderer(colors=out.isatty(), pad_event_to=32)]
+    lines = _Lines(out)
     structlog.configure(
         processors=[*shared, *renderers],
         wrapper_class=structlog.make_filtering_bound_logger(logging.getLevelNamesMapping()[settings.level.upper()]),
-        logger_factory=structlog.PrintLoggerFactory(out),
+        logger_factory=lambda *_: lines,
         cache_logger_on_first_use=False,
     )
+
+
+class _Lines:
+    """Writes each event as a line. A log that cannot be written, as on a full disk, ends no run: what it lost is counted and told
+    when it can be written again."""
+
+    def __init__(self, out: TextIO) -> None:
+        self._out = out
+        self._lock = threading.Lock()
+        self._num_lost = 0
+
+    def msg(self, line: str) -> None:
+        with self._lock:
+            try:
+                if self._num_lost:
+                    self._out.write(f"{self._num_lost} lines of this log could not be written\n")
+                self._out.write(f"{line}\n")
+                self._out.flush()
+            except OSError:
+                self._num_lost += 1
+            else:
+                self._num_lost = 0
+
+    debug = info = warning = error = critical = exception = msg
 
 
 def _name(daemon: str) -> Any:

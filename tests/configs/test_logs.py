@@ -26,3 +26,28 @@ def test_lines_are_json_off_a_terminal() -> None:
         0.0,
     )
     structlog.reset_defaults()
+
+
+class FullDisk(io.StringIO):
+    """Takes nothing while `is_full`."""
+
+    is_full = True
+
+    def flush(self) -> None:
+        if self.is_full:
+            self.seek(0)
+            self.truncate()
+            raise OSError(28, "No space left on device")
+
+
+def test_a_log_that_cannot_be_written_ends_no_run_and_says_later_what_it_lost() -> None:
+    out = FullDisk()
+    set_up(LoggingSettings(), daemon="trainer", stream=out)
+    for step in range(3):
+        structlog.get_logger().info("step", step=step)
+    out.is_full = False
+    structlog.get_logger().info("step", step=3)
+    lost, line = out.getvalue().splitlines()
+    assert lost == "3 lines of this log could not be written"
+    assert json.loads(line)["step"] == 3
+    structlog.reset_defaults()
