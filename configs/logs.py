@@ -37,8 +37,8 @@ def set_up(settings: LoggingSettings, *, daemon: str, stream: TextIO | None = No
 
 
 class _Lines:
-    """Writes each event as a line. A log that cannot be written, as on a full disk, ends no run: what it lost is counted and told
-    when it can be written again."""
+    """Writes each event as a line. A log that cannot be written, as on a full disk, ends no run: what it lost is counted and
+    told when it can be written again."""
 
     def __init__(self, out: TextIO) -> None:
         self._out = out
