@@ -46,7 +46,7 @@ async def attached(bus: BusSettings, address: str, *, timeout_s: float) -> Async
         try:
             await link.wait_connected(timeout_s)
         except BusError as error:
-            raise NobodyAnswers(f"no trainer answers at {address} within {timeout_s:g} s ({error})") from None
+            raise NobodyAnswers(str(error)) from None
         yield link
 
 

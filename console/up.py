@@ -21,6 +21,7 @@ import structlog
 
 from configs.paths import bus_address, socket_dir
 from configs.schema import Settings
+from configs.signals import ending_signals
 from console.children import Child, StopTimes, stop
 from console.display import Display
 from console.follow import follow
@@ -270,9 +271,7 @@ def _death(child: Child) -> str:
 def _signals() -> Iterator[_Signals]:
     loop = asyncio.get_running_loop()
     signals = _Signals()
-    numbers = [signal.SIGINT, signal.SIGTERM]
-    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # as `nohup` sets it
-        numbers.append(signal.SIGHUP)
+    numbers = ending_signals()
     for number in numbers:
         loop.add_signal_handler(number, signals.take, number)
     try:

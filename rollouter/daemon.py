@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-import signal
 from collections.abc import Callable
 from typing import Protocol
 
@@ -21,6 +20,7 @@ from configs.agreed import check_agreement
 from configs.errors import ConfigError
 from configs.paths import bus_address, make_run_dir, socket_dir, sockets_of
 from configs.schema import Settings
+from configs.signals import ending_signals
 from rollouter.codec import Codec, load_codec
 from rollouter.engine_pool import EnginePool
 from rollouter.engines import EngineFleet
@@ -78,7 +78,7 @@ LoadCodec = Callable[[str], Codec]
 async def run(settings: Settings, *, open_fleet: OpenFleet = open_pool, codec_of: LoadCodec | None = None) -> None:
     """Serve the run until it ends or this process is drained. Raises ConfigError, and what made it fail.
 
-    The first SIGTERM or SIGINT drains, the second stops at once.
+    The first SIGTERM, SIGINT or SIGHUP drains, the second stops at once.
     """
     make_run_dir(settings.run_dir)
     user = UserCode.load(settings)
@@ -326,5 +326,5 @@ def _listen_to_signals(drain: asyncio.Event, stop: asyncio.Event) -> None:
             drain.set()
 
     loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number in ending_signals():
         loop.add_signal_handler(number, on_signal)

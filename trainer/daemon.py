@@ -10,7 +10,6 @@ import asyncio
 import contextlib
 import importlib
 import secrets
-import signal
 import time
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import asdict
@@ -22,6 +21,7 @@ from configs.command import remember
 from configs.live import LiveSettings
 from configs.paths import bus_address, make_run_dir, sockets_of
 from configs.schema import Settings
+from configs.signals import ending_signals
 from sample_bus.errors import PeerLost
 from sample_bus.messages import (
     Accepted,
@@ -293,7 +293,7 @@ class TrainerDaemon:
 
 
 def _listen_to_signals(drain: asyncio.Event, stop: asyncio.Event) -> None:
-    """The first SIGTERM or SIGINT drains, the second stops at once."""
+    """The first SIGTERM, SIGINT or SIGHUP drains, the second stops at once."""
 
     def on_signal() -> None:
         if drain.is_set():
@@ -302,7 +302,7 @@ def _listen_to_signals(drain: asyncio.Event, stop: asyncio.Event) -> None:
             log.info("draining: the step in progress is finished, then the run ends; a second signal stops at once")
             drain.set()
 
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number in ending_signals():
         asyncio.get_running_loop().add_signal_handler(number, on_signal)
 
 

@@ -65,7 +65,7 @@ def test_nobody_answering_is_told_with_the_address(
 ) -> None:
     address = f"ipc://{tmp_path}/bus"
     assert main([*command, "--address", address, "--timeout-s", "0.3"]) == 1
-    assert f"no trainer answers at {address} within 0.3 s" in capsys.readouterr().err
+    assert f"no trainer answered at {address} within 0.3 s" in capsys.readouterr().err
 
 
 def test_no_run_anywhere_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -82,7 +82,7 @@ def test_daemon_without_a_trainer_says_what_it_waits_for_and_gives_up(tmp_path: 
     assert "PeerLost" in text.splitlines()[-1]
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_signal_before_anything_is_in_flight_ends_well(tmp_path: Path, number: signal.Signals) -> None:
     process = _start(tmp_path, "bus.connect_timeout_s=100")
     assert process.stderr is not None
