@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -22,13 +20,6 @@ from tests.fakes.weight_rounds import WeightRounds
 pytestmark = [pytest.mark.integration, pytest.mark.slow, pytest.mark.timeout(600)]
 
 PROMPT = np.arange(3, 27, dtype=np.int32)
-
-
-@pytest.fixture
-def sockets() -> Iterator[Path]:
-    """A directory whose sockets have short paths."""
-    with tempfile.TemporaryDirectory(prefix="hr-test-", dir="/tmp") as directory:
-        yield Path(directory)
 
 
 async def test_an_engine_is_placed_again_when_its_actor_or_all_of_ray_dies(tmp_path: Path, sockets: Path) -> None:

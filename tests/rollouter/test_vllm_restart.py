@@ -23,11 +23,11 @@ pytestmark = [pytest.mark.integration, pytest.mark.slow]
 PROMPT = np.arange(3, 27, dtype=np.int32)
 
 
-async def test_a_killed_engine_is_replaced_catches_up_and_makes_its_requests_again(tmp_path: Path) -> None:
+async def test_a_killed_engine_is_replaced_catches_up_and_makes_its_requests_again(tmp_path: Path, sockets: Path) -> None:
     """B26: kill -9 in the middle of 8 generations; a second death is one too many here."""
     model = make_tiny_model(tmp_path / "m", TinyModel.TIED, seed=0)
     settings = EngineSettings(max_model_len=256, kv_cache_bytes=64 << 20, max_restarts=1)
-    pool = EnginePool(settings, WeightSyncSettings(), socket_dir=tmp_path, log_dir=tmp_path, partial_rollout="keep")
+    pool = EnginePool(settings, WeightSyncSettings(), socket_dir=sockets, log_dir=tmp_path, partial_rollout="keep")
     sampling = SamplingParams(temperature=1.0, max_tokens=200, stop_token_ids=())
     try:
         await pool.start(str(model), "float32")
@@ -54,7 +54,7 @@ async def test_a_killed_engine_is_replaced_catches_up_and_makes_its_requests_aga
     finally:
         await pool.close()
     assert not [child for child in psutil.Process().children(recursive=True) if "vllm" in " ".join(child.cmdline()).lower()]
-    assert not (tmp_path / "engine-0").exists()
+    assert not (sockets / "engine-0").exists()
 
 
 def pid_of(pool: EnginePool) -> int:
