@@ -5,6 +5,7 @@ Invariant: a run's sockets lie in a directory that only this user can enter, und
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import os
 import stat
@@ -67,6 +68,20 @@ def sockets_of(settings: Settings) -> Iterator[Path]:
     finally:
         with suppress(OSError):  # not empty: another daemon of the run goes on
             path.rmdir()
+
+
+@contextmanager
+def held_alone(lock_file: Path) -> Iterator[None]:
+    """Hold `lock_file` until the block or the process ends, however it ends.
+
+    Raises BlockingIOError if another process holds it.
+    """
+    descriptor = os.open(lock_file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def bus_address(settings: Settings) -> str:

@@ -210,7 +210,9 @@ class Settings(Section):
     run_dir: Path = Field(Path("runs/run"), description="Where the run writes logs, metrics and checkpoints.")
     seed: int = Field(0, ge=0, lt=1 << 31, description="Seed of data order, sampling and initialization.")
     num_steps: int = Field(100, ge=1, description="Optimizer steps of the run.")
-    group_size: int = Field(8, ge=1, description="Rollouts of one task.")
+    group_size: int = Field(
+        8, ge=2, description="Rollouts of one task; advantages are relative to siblings, so there are at least two."
+    )
     samples_per_step: int = Field(64, ge=1, description="Samples of one optimizer step; a multiple of group_size.")
     staleness_threshold: float = live(
         0.5,

@@ -5,19 +5,17 @@ A run goes on when something accepts connections at its bus address.
 
 from __future__ import annotations
 
-import fcntl
-import os
 import re
 import socket
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from urllib.parse import urlsplit
 
 from configs.command import SETTINGS_FILE
 from configs.errors import ConfigError
 from configs.loader import load
-from configs.paths import bus_address, make_run_dir
+from configs.paths import bus_address, held_alone, make_run_dir
 from configs.schema import Settings
 from console.errors import NoRun, RunIsLive
 
@@ -50,14 +48,12 @@ def claim(settings: Settings, *, is_explicit: bool) -> Path:
 @contextmanager
 def reserved(run_dir: Path) -> Iterator[None]:
     """Keep other `headrace up` out of `run_dir`, also before anything of the run listens. Raises RunIsLive."""
-    descriptor = os.open(run_dir / _LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    with ExitStack() as held:
+        try:
+            held.enter_context(held_alone(run_dir / _LOCK_FILE))
+        except BlockingIOError:
+            raise RunIsLive(f"{run_dir}: another `headrace up` is at work here; stop it, or give another run_dir") from None
         yield
-    except BlockingIOError:
-        raise RunIsLive(f"{run_dir}: another `headrace up` is at work here; stop it, or give another run_dir") from None
-    finally:
-        os.close(descriptor)
 
 
 def address_of(run_dir: Path) -> str:

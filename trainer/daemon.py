@@ -19,7 +19,7 @@ import structlog
 from configs.agreed import agreed_values
 from configs.command import remember
 from configs.live import LiveSettings
-from configs.paths import bus_address, make_run_dir, sockets_of
+from configs.paths import bus_address, held_alone, make_run_dir, sockets_of
 from configs.schema import Settings
 from configs.signals import ending_signals
 from sample_bus.errors import PeerLost
@@ -40,7 +40,7 @@ from sample_bus.open import open_hub
 from sample_bus.peers import LossReason
 from sample_bus.protocols import Hub
 from trainer.clock import ActivityClock
-from trainer.errors import TrainerError
+from trainer.errors import RunDirInUse, TrainerError
 from trainer.intake import Intake
 from trainer.model_source import check_source
 from trainer.process import TRAINING_THREAD
@@ -51,6 +51,7 @@ log = structlog.get_logger()
 _WAIT_LINE_EVERY_S = 10.0
 _GOODBYE_TIMEOUT_S = 10.0
 _KEPT_CHANGES = 100
+_LOCK_FILE = ".trainer.lock"
 _STOPPED_AT_ONCE = "stopped at once"
 
 
@@ -70,7 +71,14 @@ async def run(settings: Settings) -> None:
     check_source(settings.model)
     make_run_dir(settings.run_dir)
     address = bus_address(settings)
-    with sockets_of(settings):
+    with contextlib.ExitStack() as held:
+        try:
+            held.enter_context(held_alone(settings.run_dir / _LOCK_FILE))
+        except BlockingIOError:
+            raise RunDirInUse(
+                f"{settings.run_dir}: another trainer is at work here; stop it, or give another run_dir"
+            ) from None
+        held.enter_context(sockets_of(settings))
         async with open_hub(
             settings.bus,
             address=address,

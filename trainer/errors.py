@@ -5,7 +5,8 @@ TrainerError
 ├── NonFiniteError
 ├── CheckpointError
 │   └── NoCheckpointError
-└── ModelError
+├── ModelError
+└── RunDirInUse
 """
 
 
@@ -31,3 +32,7 @@ class NoCheckpointError(CheckpointError):
 
 class ModelError(TrainerError):
     """Raised when the model cannot be found, converted, made or loaded."""
+
+
+class RunDirInUse(TrainerError):
+    """Raised when another trainer is at work in the run directory."""

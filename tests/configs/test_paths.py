@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import stat
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -12,7 +14,7 @@ from hypothesis import strategies as st
 
 from configs.cpu import core_shares
 from configs.errors import ConfigError
-from configs.paths import bus_address, cache_dir, socket_dir, sockets_of
+from configs.paths import bus_address, cache_dir, held_alone, socket_dir, sockets_of
 from configs.schema import Settings
 
 
@@ -79,3 +81,22 @@ def test_core_shares_cover_the_cores_and_are_disjoint_where_they_can_be(cores: s
     assert set(shares.engine) | set(shares.trainer) == cores
     if len(cores) > 1:
         assert not set(shares.engine) & set(shares.trainer)
+
+
+def test_a_file_is_held_by_one_process_alone_and_let_go_when_it_dies(tmp_path: Path) -> None:
+    lock = tmp_path / "lock"
+    program = (
+        "import sys\nfrom pathlib import Path\nfrom configs.paths import held_alone\n"
+        "with held_alone(Path(sys.argv[1])):\n    print('held', flush=True)\n    input()"
+    )
+    holder = subprocess.Popen(
+        [sys.executable, "-c", program, str(lock)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    assert holder.stdout is not None
+    assert holder.stdout.readline() == "held\n"
+    with pytest.raises(BlockingIOError), held_alone(lock):
+        pass
+    holder.kill()
+    holder.wait(30)
+    with held_alone(lock):
+        assert lock.exists()
