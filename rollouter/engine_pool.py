@@ -116,8 +116,11 @@ class EnginePool:
             async with asyncio.TaskGroup() as group:
                 for member in self._members:
                     group.create_task(self._start_member(member))
-        except* EngineStartError as errors:
-            raise errors.exceptions[0] from None
+        except ExceptionGroup as errors:  # not except*: what that raises is wrapped again before Python 3.11.4
+            first = errors.exceptions[0]
+            if isinstance(first, EngineStartError):
+                raise first from None
+            raise
 
     async def _start_member(self, member: Member) -> None:
         assert self._model is not None

@@ -6,6 +6,7 @@ import os
 import stat
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -39,11 +40,12 @@ def test_same_run_dir_means_same_socket_and_another_means_another(tmp_path: Path
 
 
 def test_a_socket_directory_of_someone_else_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    short = tempfile.TemporaryDirectory(prefix="hr-", dir="/tmp")
+    monkeypatch.setenv("XDG_RUNTIME_DIR", short.name)
     settings = Settings(run_dir=tmp_path / "run")
     socket_dir(settings)
     monkeypatch.setattr(os, "getuid", lambda: 12345)
-    with pytest.raises(ConfigError, match="belongs to user"):
+    with short, pytest.raises(ConfigError, match="belongs to user"):
         socket_dir(settings)
 
 
