@@ -216,8 +216,9 @@ class _Session:
 
     async def _draw(self) -> None:
         while True:
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._changed.wait(), 1.0)
+            with contextlib.suppress(TimeoutError):  # not wait_for: before Python 3.12 it can swallow a cancellation
+                async with asyncio.timeout(1.0):
+                    await self._changed.wait()
             self._changed.clear()
             self._note_logs()
             if self._picture.missing_steps > self._num_missing:
