@@ -105,6 +105,8 @@ async def test_versions_between_are_skipped_while_a_round_is_under_way(tmp_path:
             await trainer.wait_status(lambda status: status.state is RollouterState.SYNCING)
             await trainer.publish(2)
             await trainer.publish(3)
+            revision = await trainer.change(trainer__learning_rate=2e-5)
+            await trainer.wait_status(lambda status: status.settings_revision == revision)  # so 2 and 3 have arrived too
             held.set()
             samples = await trainer.train(24)
             assert {sample.oldest_version for sample in samples} == {3}
