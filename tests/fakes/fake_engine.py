@@ -98,6 +98,7 @@ class FakeEngine:
     name: str = "engine-0"
     version: int | None = None
     calls: list[Call] = field(default_factory=list)
+    _round_lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     synced: list[tuple[str, int]] = field(default_factory=list)
     started_with: tuple[str, str] | None = None
     closed: bool = False
@@ -156,6 +157,14 @@ class FakeEngine:
         return [await self._bring(round, wait_staged)]
 
     async def _bring(self, round: WeightRound, wait_staged: Callable[[WeightRound, str, str], Any]) -> RoundResult:
+        """Like the pool: one round at a time, and a version that is held already is not brought again."""
+        async with self._round_lock:
+            held = (round.incarnation, round.policy_version)
+            if self.version is not None and self.synced and self.synced[-1] == held:
+                return self._result(round, committed=True)
+            return await self._stage_and_commit(round, wait_staged)
+
+    async def _stage_and_commit(self, round: WeightRound, wait_staged: Callable[[WeightRound, str, str], Any]) -> RoundResult:
         self._nonce += 1
         if self.fails_syncs:
             self.fails_syncs -= 1
