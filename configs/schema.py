@@ -68,11 +68,32 @@ class DataSettings(Section):
 
 
 class BusSettings(Section):
-    transport: Literal["zmq"] = Field("zmq", description="How samples and control messages travel.")
+    transport: Literal["zmq", "redis"] = Field(
+        "zmq", description="How samples and control messages travel: sockets and a spool on disk, or a Redis server."
+    )
     address: str = Field(
         "auto",
-        description="Where the trainer listens: `auto` (a socket of this run on this host), `ipc://PATH` or `tcp://HOST:PORT`.",
+        description="Where the trainer listens: `auto` (a socket of this run on this host), `ipc://PATH` or `tcp://HOST:PORT`; "
+        "or the Redis server: `redis://HOST:PORT/DB`, `rediss://…` (TLS) or `unix://PATH`; `auto` is redis://127.0.0.1:6379/0.",
     )
+    keys_dir: Path | None = Field(
+        None, description="CURVE keys made by `headrace keys new DIR`; with them tcp:// is encrypted and authenticated."
+    )
+    allow_insecure: bool = Field(
+        False, description="Allow a bus beyond this host without keys (zmq) or without password and TLS (redis)."
+    )
+    redis_username: str | None = Field(None, description="ACL user at the Redis server.")
+    redis_password_file: Path | None = Field(None, description="File that holds the Redis password; never in the address.")
+    redis_ca_file: Path | None = Field(None, description="Certificate authority of a rediss:// server; null: the system's.")
+    redis_cert_file: Path | None = Field(None, description="Client certificate for a rediss:// server.")
+    redis_key_file: Path | None = Field(None, description="Key of that certificate.")
+    redis_allow_volatile: bool = Field(
+        False, description="Go on, with a warning, when the Redis server's settings cannot keep samples over its own death."
+    )
+    spool_sync: bool = Field(
+        False, description="Put each record of the spool on the disk itself (survives a power cut, not only a process)."
+    )
+    retain: bool = Field(False, description="Keep every sample in RUN_DIR/retained, for `trainer --replay RUN_DIR`.")
     max_queued_samples: int = Field(
         512, ge=1, description="Samples on the bus and in the trainer's intake; beyond it offers wait."
     )
@@ -145,6 +166,16 @@ class RollouterSettings(Section):
     rollout_timeout_s: float = Field(300.0, gt=0, description="Deadline of one rollout, reward included.")
     max_attempts: int = Field(3, ge=1, description="Times that a rollout is tried before it is dropped.")
     max_consecutive_failures: int = Field(64, ge=1, description="Failed rollouts in a row after which the run stops.")
+    group_timeout_s: float | None = live(
+        None,
+        Scope.NEXT_ADMISSION,
+        gt=0,
+        description="Deadline of a group, from its admission: seats still open are then given up; null: none but "
+        "rollout_timeout_s.",
+    )
+    max_task_failures: int = Field(
+        3, ge=1, description="Rollouts of one task given up by its own fault after which it is quarantined."
+    )
 
 
 class TrainerSettings(Section):
@@ -224,6 +255,12 @@ class Settings(Section):
     trigger_parameter_sync_step: int = Field(1, ge=1, description="Optimizer steps between two published versions.")
     max_staleness: int | None = Field(None, ge=0, description="Hard bound on a sample's age in versions; null: none.")
     on_stale: Literal["drop"] = Field("drop", description="What happens to a sample beyond max_staleness.")
+    on_failed_seat: Literal["train_survivors", "drop", "refill"] = Field(
+        "train_survivors",
+        description="A group of which a rollout was given up: train the others if min_survivors are left, drop it, or fill the "
+        "seat with a fresh rollout (up to rollouter.max_task_failures times, then as train_survivors).",
+    )
+    min_survivors: int = Field(2, ge=2, description="Siblings that a group needs to be trained without the others.")
     partial_rollout: Literal["keep", "recompute", "finish"] = Field(
         "keep",
         description="Requests in flight at a sync: go on with their KV cache, go on with it recomputed, or finish first.",
@@ -250,6 +287,8 @@ class Settings(Section):
                 f"samples_per_step={self.samples_per_step} is no multiple of group_size={self.group_size} "
                 f"(nearest: {low} or {(self.samples_per_step // self.group_size + 1) * self.group_size})"
             )
+        if self.min_survivors > self.group_size:
+            problems.append(f"min_survivors={self.min_survivors} is above group_size={self.group_size}: none could be trained")
         if self.rollouter.max_concurrent_rollouts < self.group_size:
             problems.append(
                 f"rollouter.max_concurrent_rollouts={self.rollouter.max_concurrent_rollouts} is below "

@@ -7,6 +7,10 @@ BusError
 ├── RequestFailed        a control request was answered with an error
 ├── Refused              the trainer does not take this client
 ├── AddressInUse         another trainer listens there
+├── NotDurable           the broker cannot keep the promise of durability
+├── Insecure             a listener beyond this host without authentication
+├── JournalError         a journal or spool cannot be used
+│   └── JournalDamaged   a record before the last one is damaged
 └── Ended                the run is over; carries its end
 """
 
@@ -39,6 +43,22 @@ class Refused(BusError):
 
 class AddressInUse(BusError):
     """Raised when the hub's address cannot be had: another process listens there, or the address is not usable."""
+
+
+class NotDurable(BusError):
+    """Raised when the broker's settings cannot keep samples over its own death. Names the settings and the remedy."""
+
+
+class Insecure(BusError):
+    """Raised when a bus beyond this host has no authentication and `bus.allow_insecure` is not set; or when keys do not fit."""
+
+
+class JournalError(BusError):
+    """Raised when a journal or spool cannot be opened, read or written. Names the path."""
+
+
+class JournalDamaged(JournalError):
+    """Raised when a record is damaged that is not the torn tail of the last write."""
 
 
 class Ended(BusError):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from sample_bus.closed_seat import ClosedSeat
 from sample_bus.frames import Control
 from sample_bus.sample import Sample, SampleId
 
@@ -31,6 +32,18 @@ class ArrivedSample:
     sample: Sample
     frames: tuple[memoryview, ...]
     """All frames, the envelope first."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ArrivedClosure:
+    """A closed seat, decoded and validated."""
+
+    peer: bytes
+    seq: int
+    nbytes: int
+    id: SampleId
+    closed: ClosedSeat
+    frames: tuple[memoryview, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,4 +97,67 @@ class Crashed:
     error: str
 
 
-Event = Arrived | ArrivedSample | Malformed | Connected | Disconnected | Silent | HeardAgain | Crashed
+# ── of a producer's own stream ───────────────────────────────────────────────────────────────────────────────────────
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StreamOpened:
+    run_id: str
+    epoch: int
+    committed: int
+    """Sequence number of the first record that is kept, or the next one to come."""
+    sizes: tuple[int, ...]
+    """Bytes of the frames of each kept record, from `committed` on; so the next record is number committed + len(sizes)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StreamFailed:
+    """It cannot be opened: nothing can be offered."""
+
+    error: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stored:
+    """Every record below `upto` is durable."""
+
+    upto: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoreBlocked:
+    """Records cannot be written for the moment."""
+
+    error: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoreUnblocked:
+    """Records can be written again."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReadBack:
+    """Kept records first, first + 1, …, as frames."""
+
+    first: int
+    records: tuple[tuple[bytes | memoryview, ...], ...]
+
+
+Event = (
+    Arrived
+    | ArrivedSample
+    | ArrivedClosure
+    | Malformed
+    | Connected
+    | Disconnected
+    | Silent
+    | HeardAgain
+    | Crashed
+    | StreamOpened
+    | StreamFailed
+    | Stored
+    | StoreBlocked
+    | StoreUnblocked
+    | ReadBack
+)

@@ -3,16 +3,18 @@
 A message is one frame: a msgpack array [kind, field, …]. Only DATA has more frames: [kind, seq] and then the frames of `wire`.
 Conversation of a client with the trainer, in order:
 
-    HELLO → WELCOME | REFUSED       who I am and where my stream stands / where you believe it stands, credit, all topics
-    DATA → ACK                      a sample / what was received, what is settled, and the absolute limits
+    HELLO → WELCOME | REFUSED       who I am / which run this is, and all topics
+    OPEN → OPENED                   where my stream stands / where you believe it stands, what you account for, credit
+    DATA → ACK                      a record / what was received, settled and committed, and the credit
+    REJECTED ←                      a record did not decode; it will not be trained
     TOPIC ⇄                         a retained value changed
     REQUEST → REPLY
     HEARTBEAT ⇄                     from the I/O thread of each end
     RESET ←                         I do not know you: say HELLO again
     BYE ⇄                           I close in good order
 
-Limits are absolute positions in the producer's stream (samples and bytes since its first), so a lost or repeated ACK cannot
-make credit drift.
+Credit is a window from the ACK's own `received` on, as in TCP: `limit_samples` is an absolute sequence number, `room_bytes`
+counts bytes of records from `received` on. So a lost or repeated ACK cannot make credit drift.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from typing import Any, ClassVar, get_args, get_origin, get_type_hints
 from sample_bus.errors import WireError
 from sample_bus.packing import Buffer, pack, unpack
 
-PROTOCOL = 1
+PROTOCOL = 2
 MAX_CONTROL_BYTES = 16 << 20
 MAX_TEXT = 4096
 
@@ -36,12 +38,8 @@ class Hello:
     """Number of this HELLO; the WELCOME that answers it carries it."""
     name: str
     role: str
-    epoch: int
+    process: int
     """Names the client's process."""
-    first_unreceived: int
-    """Lowest sequence number that no trainer confirmed."""
-    bytes_before: int
-    """Bytes of all samples before that one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,10 +49,12 @@ class Ack:
     """Sequence number expected next; everything below is held or settled."""
     settled: int
     """How many are settled, whichever they are."""
+    committed: int
+    """Everything below it is covered by a commit: the producer may free its copies."""
     limit_samples: int
     """Sequence numbers below it may be sent."""
-    limit_bytes: int
-    """So many bytes may have been sent in all."""
+    room_bytes: int
+    """So many bytes of records from `received` on may be sent."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,12 +71,10 @@ class Welcome:
     greeting: int
     incarnation: str
     run: str
-    ack: Ack
+    run_id: str
+    """Names the run over restarts."""
     max_sample_bytes: int
     """A larger sample would be refused."""
-    origin_version: int
-    accounted: int
-    dropped: int
     topics: list[TopicValue]
 
 
@@ -128,7 +126,39 @@ class Data:
     seq: int
 
 
-Control = Hello | Welcome | Refused | Reset | Ack | TopicValue | Request | Reply | Heartbeat | Bye | Data
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Open:
+    """A producer's stream, as it stands on its side."""
+
+    KIND: ClassVar[int] = 12
+    greeting: int
+    epoch: int
+    committed: int
+    """First record that is kept."""
+    next_seq: int
+    """Number of the next record to come."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Opened:
+    KIND: ClassVar[int] = 13
+    greeting: int
+    ack: Ack
+    origin_version: int
+    accounted: int
+    dropped: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rejected:
+    KIND: ClassVar[int] = 14
+    seq: int
+    error: str
+
+
+Control = (
+    Hello | Welcome | Refused | Reset | Ack | TopicValue | Request | Reply | Heartbeat | Bye | Data | Open | Opened | Rejected
+)
 _KINDS: dict[int, type[Control]] = {kind.KIND: kind for kind in get_args(Control)}
 _LAYOUT: dict[type[Control], dict[str, Any]] = {
     kind: {field.name: get_type_hints(kind)[field.name] for field in fields(kind)} for kind in _KINDS.values()

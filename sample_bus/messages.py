@@ -41,7 +41,10 @@ class RollouterState(StrEnum):
 class EndReason(StrEnum):
     FINISHED = "finished"
     FAILED = "failed"
+    DRAINED = "drained"
+    """Ended early on request, in good order."""
     STOPPED = "stopped"
+    """Ended at once on request."""
 
 
 # ── retained topics, written by the trainer ──────────────────────────────────────────────────────────────────────────
@@ -70,7 +73,7 @@ class LiveSettingsState(Message):
 
 
 class Counts(Message):
-    """The trainer's side of the ledger, in samples, since `origin_version`."""
+    """The trainer's side of the ledger, in samples, since the run began. After a restart it goes on from the checkpoint's."""
 
     received: int = 0
     trained: int = 0
@@ -78,6 +81,16 @@ class Counts(Message):
     """Reason to number."""
     queued: int = 0
     """Received, neither trained nor dropped."""
+    closed: int = 0
+    """Closed seats received, queued ones included; they are no samples and count in none of the above."""
+    refunded: int = 0
+    """Samples and closed seats of dropped groups, given back to admission since `TrainerStatus.origin_version`."""
+    late_results: int = 0
+    """Samples refused because their seat was filled or closed already; they count as dropped too."""
+    duplicates: int = 0
+    """Records that came again although they are held or settled; refused, and counted nowhere else."""
+    rejected: int = 0
+    """Messages that did not decode or validate; quarantined."""
 
 
 class StepSummary(Message):
@@ -208,7 +221,7 @@ class EngineStatus(Message):
 
 
 class RolloutCounts(Message):
-    """The rollouter's side of the ledger, in rollouts (= samples for single-turn loops)."""
+    """The rollouter's side of the ledger, in rollouts (= samples for single-turn loops), since the run began."""
 
     admitted: int = 0
     offered: int = 0
@@ -218,6 +231,10 @@ class RolloutCounts(Message):
     retried: int = 0
     in_flight: int = 0
     """Admitted, neither offered nor failed."""
+    quarantined_tasks: int = 0
+    """Tasks that are not issued because they failed too often."""
+    late_results: int = 0
+    """Results of attempts that had been given up; refused."""
 
 
 class RollouterStatus(Message):
@@ -267,14 +284,6 @@ class RoundResult(Message):
     stage_ms: float = 0.0
     message: str = ""
     """Why it failed."""
-
-
-class RolloutDropped(Message):
-    """Request `rollout.failed`: a seat that will never bring a sample."""
-
-    group_id: str
-    seat: int
-    reason: str
 
 
 class Failed(Message):

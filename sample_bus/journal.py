@@ -1,0 +1,306 @@
+"""What each daemon writes down as it happens, in `RUN_DIR/journal/RUN_ID/{rollouter,trainer}.log`: the books of the run.
+
+Each daemon replays its own journal when it starts again; `headrace ledger` reads both. Invariant: a record is written before
+what it tells of has an effect that another process sees (an admission before its rollouts start, a step's ids before the step),
+or it can be told again from what is durable (an offer from the producer's stream).
+
+Records are msgpack arrays [kind, field, …] in a `RecordLog`. `id` is [producer, epoch, seq] of the bus.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, ClassVar, get_args
+
+from sample_bus.errors import JournalError
+from sample_bus.packing import pack, unpack
+from sample_bus.record_log import read_records
+
+Id = list[Any]
+"""[producer, epoch, seq]."""
+
+ROLLOUTER_FILE = "rollouter.log"
+TRAINER_FILE = "trainer.log"
+
+
+def journal_dir(run_dir: Path, run_id: str) -> Path:
+    return run_dir / "journal" / run_id
+
+
+# ── written by the rollouter ─────────────────────────────────────────────────────────────────────────────────────────
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RollouterBegan:
+    """A rollouter's process took the run up."""
+
+    KIND: ClassVar[int] = 1
+    at: float
+    """Unix seconds, here and below."""
+    process: str
+    epoch: int
+    """Of its stream."""
+    data_fingerprint: str
+    """Of the tasks in load order: issue numbers mean nothing over others."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupAdmitted:
+    """All seats of a group are about to start."""
+
+    KIND: ClassVar[int] = 2
+    at: float
+    group_id: str
+    task_id: str
+    issue: int
+    """Number of the issue over all epochs of the data."""
+    group_size: int
+    policy_version: int
+    incarnation: str
+    settings_revision: int
+    temperature: float
+    max_tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttemptFailed:
+    """An attempt ended without a sample; the next one gets number `attempt` + 1."""
+
+    KIND: ClassVar[int] = 3
+    at: float
+    group_id: str
+    seat: int
+    attempt: int
+    reason: str
+    message: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampleOffered:
+    """A seat's sample is durable on the bus."""
+
+    KIND: ClassVar[int] = 4
+    at: float
+    group_id: str
+    seat: int
+    attempt: int
+    id: Id
+    num_tokens: int
+    reward: float
+    oldest_version: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SeatClosed:
+    """A rollout was given up; its closed seat is durable on the bus."""
+
+    KIND: ClassVar[int] = 5
+    at: float
+    group_id: str
+    seat: int
+    attempt: int
+    reason: str
+    id: Id
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TaskQuarantined:
+    """A task failed so often that it is not issued again until it is released."""
+
+    KIND: ClassVar[int] = 6
+    at: float
+    task_id: str
+    num_failures: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TaskReleased:
+    KIND: ClassVar[int] = 7
+    at: float
+    task_id: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IssueSkipped:
+    """An issue of a quarantined task was passed over."""
+
+    KIND: ClassVar[int] = 8
+    at: float
+    task_id: str
+    issue: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RollouterEnded:
+    """The process ended in good order, with its own count of the run's rollouts (`messages.RolloutCounts`)."""
+
+    KIND: ClassVar[int] = 9
+    at: float
+    reason: str
+    counts: dict[str, Any]
+
+
+# ── written by the trainer ───────────────────────────────────────────────────────────────────────────────────────────
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainerBegan:
+    """A trainer's process took the run up at `step`. What was settled before and is not in `position` comes again."""
+
+    KIND: ClassVar[int] = 32
+    at: float
+    incarnation: str
+    step: int
+    policy_version: int
+    position: list[dict[str, Any]]
+    """`BusPosition.as_plain` of the checkpoint that it began from; empty afresh."""
+    counts: dict[str, Any]
+    """`messages.Counts` at that position."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Queued:
+    """A record was received and leased by the intake."""
+
+    KIND: ClassVar[int] = 33
+    at: float
+    received_at: float
+    id: Id
+    group_id: str
+    seat: int
+    attempt: int
+    closed: str
+    """Reason of a closed seat; empty for a sample."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepBegan:
+    """The next step takes these records, in this order; written before the step."""
+
+    KIND: ClassVar[int] = 34
+    at: float
+    step: int
+    """Number of the step, from 1."""
+    policy_version: int
+    """Newest published version."""
+    samples: list[Id]
+    """In batch order."""
+    closures: list[Id]
+    """Closed seats of the same groups, settled with them."""
+    options: dict[str, Any]
+    """Every live setting's value that the step uses, by dotted key."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepTrained:
+    """The step's effect is in the weights."""
+
+    KIND: ClassVar[int] = 35
+    at: float
+    step: int
+    policy_version: int
+    loss: float
+    grad_norm: float
+    replayed: bool
+    """Taken again after a restart, from its `StepBegan`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecordsDropped:
+    """Settled untrained."""
+
+    KIND: ClassVar[int] = 36
+    at: float
+    reason: str
+    samples: list[Id]
+    closures: list[Id]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecordsGone:
+    """A producer has them no more and no checkpoint covers them (`protocols.Gone`)."""
+
+    KIND: ClassVar[int] = 37
+    at: float
+    producer: str
+    epoch: int
+    first: int
+    last: int
+    num_records: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VersionPublished:
+    KIND: ClassVar[int] = 38
+    at: float
+    policy_version: int
+    step: int
+    digest: str
+    """Over names, shapes, dtypes and checksums of all tensors (hex)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Saved:
+    """A checkpoint of `step` is durable and covers `position`."""
+
+    KIND: ClassVar[int] = 39
+    at: float
+    step: int
+    policy_version: int
+    position: list[dict[str, Any]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainerEnded:
+    """The process ended in good order, with its own count (`messages.Counts`)."""
+
+    KIND: ClassVar[int] = 40
+    at: float
+    reason: str
+    message: str
+    counts: dict[str, Any]
+
+
+RollouterRecord = (
+    RollouterBegan
+    | GroupAdmitted
+    | AttemptFailed
+    | SampleOffered
+    | SeatClosed
+    | TaskQuarantined
+    | TaskReleased
+    | IssueSkipped
+    | RollouterEnded
+)
+TrainerRecord = (
+    TrainerBegan | Queued | StepBegan | StepTrained | RecordsDropped | RecordsGone | VersionPublished | Saved | TrainerEnded
+)
+Record = RollouterRecord | TrainerRecord
+_KINDS: dict[int, type[Record]] = {kind.KIND: kind for kind in get_args(Record)}
+_FIELDS: dict[type[Record], tuple[str, ...]] = {kind: tuple(field.name for field in fields(kind)) for kind in _KINDS.values()}
+
+
+def encode_record(record: Record) -> bytes:
+    kind = type(record)
+    return pack([kind.KIND, *(getattr(record, name) for name in _FIELDS[kind])])
+
+
+def decode_record(payload: bytes, where: str) -> Record:
+    """Raises JournalError naming `where`."""
+    values = unpack(payload, where)
+    kind = _KINDS.get(values[0]) if isinstance(values, list) and values and isinstance(values[0], int) else None
+    if kind is None or len(values) != 1 + len(_FIELDS[kind]):
+        raise JournalError(f"{where}: got {repr(values)[:80]}, expected a record of this version's journal")
+    made: Any = kind
+    decoded: Record = made(**dict(zip(_FIELDS[kind], values[1:], strict=True)))
+    return decoded
+
+
+def read_journal(path: Path) -> Iterator[Record]:
+    """Every record, oldest first; nothing if there is no such file. The file may be in use. Raises JournalError."""
+    if not path.exists():
+        return
+    for offset, payload in read_records(path):
+        yield decode_record(payload, f"{path} at byte {offset}")

@@ -1,0 +1,168 @@
+"""An append-only file of checksummed records: what the journals of both daemons and the spool are made of.
+
+    file      magic `HDRLOG1\\n`, then records
+    record    mark 4s | length u32 | xxh3_64 u64 over length and payload | payload      (little-endian)
+
+Invariant: what `append` returned from is read again after the death of the process (not of the machine, unless `sync` was
+called). A tail that is no whole record, cut off by a death or garbage, is removed when the file is opened for writing, with a
+line that says so. Damage with whole records behind it is never taken for such a tail: it raises.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import struct
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import BinaryIO
+
+import structlog
+import xxhash
+
+from sample_bus.errors import JournalDamaged, JournalError
+from sample_bus.packing import Buffer
+
+log = structlog.get_logger()
+
+MAGIC = b"HDRLOG1\n"
+_MARK = b"\xf0rec"
+_HEAD = struct.Struct("<4sIQ")
+_LENGTH = struct.Struct("<I")
+HEAD_BYTES = _HEAD.size
+_READ_BYTES = 1 << 20
+
+
+class RecordLog:
+    """A log open for writing; one process at a time holds it (its caller sees to that)."""
+
+    def __init__(self, path: Path) -> None:
+        """Open or make `path`; a torn tail is cut off. Raises JournalError naming the path, JournalDamaged."""
+        self.path = path
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            raise JournalError(f"{path}: cannot be opened for writing: {error.strerror or error}") from error
+        try:
+            self._end = self._recover()
+        except BaseException:
+            os.close(self._file)
+            raise
+
+    @property
+    def num_bytes(self) -> int:
+        return self._end
+
+    def append(self, *parts: Buffer) -> int:
+        """Write one record made of `parts` and return its offset. Raises OSError; the file is then as it was before."""
+        length = sum(memoryview(part).nbytes for part in parts)
+        return self._write([_HEAD.pack(_MARK, length, _checksum(length, parts)), *parts], HEAD_BYTES + length)
+
+    def read(self, offset: int) -> bytes:
+        """Payload of the record at `offset`. Raises JournalDamaged."""
+        mark, length, checksum = _HEAD.unpack(os.pread(self._file, HEAD_BYTES, offset))
+        payload = os.pread(self._file, length, offset + HEAD_BYTES)
+        if mark != _MARK or len(payload) != length or _checksum(length, [payload]) != checksum:
+            raise JournalDamaged(f"{self.path}: the record at byte {offset} is damaged")
+        return payload
+
+    def records(self) -> Iterator[tuple[int, bytes]]:
+        """(offset, payload) of every record. Raises JournalDamaged."""
+        yield from read_records(self.path)
+
+    def sync(self) -> None:
+        """Put what was appended on the disk itself."""
+        os.fdatasync(self._file)
+
+    def close(self) -> None:
+        os.close(self._file)
+
+    def _write(self, parts: Sequence[Buffer], num_bytes: int) -> int:
+        at = self._end
+        try:
+            written = os.pwritev(self._file, parts, at)
+            if written < num_bytes:
+                rest = b"".join(parts)[written:]
+                while rest:
+                    count = os.pwrite(self._file, rest, at + written)
+                    written, rest = written + count, rest[count:]
+        except OSError:
+            os.ftruncate(self._file, at)
+            raise
+        self._end = at + num_bytes
+        return at
+
+    def _recover(self) -> int:
+        size = os.fstat(self._file).st_size
+        if size < len(MAGIC):
+            os.ftruncate(self._file, 0)
+            os.pwrite(self._file, MAGIC, 0)
+            return len(MAGIC)
+        end = len(MAGIC)
+        for offset, payload in read_records(self.path):
+            end = offset + HEAD_BYTES + len(payload)
+        if end < size:
+            log.warning("torn record cut off", path=str(self.path), at_bytes=end, num_bytes=size - end)
+            os.ftruncate(self._file, end)
+        return end
+
+
+def read_records(path: Path) -> Iterator[tuple[int, bytes]]:
+    """(offset, payload) of every whole record of a log that may be in use; ends before a tail that is none.
+
+    Raises JournalError if it is no log or cannot be read, JournalDamaged if a record is damaged and whole ones follow it.
+    """
+    try:
+        with path.open("rb", buffering=_READ_BYTES) as file:
+            magic = file.read(len(MAGIC))
+            if not MAGIC.startswith(magic):
+                raise JournalError(f"{path}: got {magic!r} at its beginning, expected {MAGIC!r}")
+            offset = len(MAGIC)
+            while True:
+                payload = _next(file, os.fstat(file.fileno()).st_size - offset)
+                if payload is None and (behind := _first_whole(path, offset + 1)) is not None:
+                    file.seek(offset)  # a writer may have finished it since
+                    payload = _next(file, os.fstat(file.fileno()).st_size - offset)
+                    if payload is None:
+                        raise JournalDamaged(
+                            f"{path}: the record at byte {offset} is damaged, and a whole one follows at byte {behind}"
+                        )
+                if payload is None:
+                    return
+                yield offset, payload
+                offset += HEAD_BYTES + len(payload)
+    except OSError as error:
+        raise JournalError(f"{path}: cannot be read: {error.strerror or error}") from error
+
+
+def _checksum(length: int, parts: Sequence[Buffer]) -> int:
+    digest = xxhash.xxh3_64(_LENGTH.pack(length))
+    for part in parts:
+        digest.update(part)
+    return digest.intdigest()
+
+
+def _next(file: BinaryIO, available: int) -> bytes | None:
+    """The record at the file's position, if it is whole within so many bytes."""
+    head = file.read(HEAD_BYTES)
+    if len(head) < HEAD_BYTES:
+        return None
+    mark, length, checksum = _HEAD.unpack(head)
+    if mark != _MARK or HEAD_BYTES + length > available:
+        return None
+    payload = file.read(length)
+    return payload if len(payload) == length and _checksum(length, [payload]) == checksum else None
+
+
+def _first_whole(path: Path, start: int) -> int | None:
+    """Offset of the first whole record at or behind `start`."""
+    if path.stat().st_size < start:
+        return None
+    data = path.read_bytes()  # only of a file whose tail is no record
+    at = data.find(_MARK, start)
+    while at >= 0:
+        if _next(io.BytesIO(data[at:]), len(data) - at) is not None:
+            return at
+        at = data.find(_MARK, at + 1)
+    return None
