@@ -32,8 +32,9 @@ class LinkCarrier(Protocol):
         """From now on send heartbeats and report the trainer's silence (`Silent`, `HeardAgain`)."""
         ...
 
-    def open_stream(self, run_id: str) -> None:
-        """Open or make this producer's stream of that run: `StreamOpened`, or `StreamFailed`."""
+    def open_stream(self, run_id: str, *, renew: bool = False) -> None:
+        """Open or make this producer's stream of that run: `StreamOpened`, or `StreamFailed`. Records handed to `store` before
+        still go to the stream that was open then. With `renew` the stream begins a new epoch: its copies lost their end."""
         ...
 
     def store(self, seq: int, frames: Frames) -> None:

@@ -11,6 +11,7 @@ BusError
 ├── Insecure             a listener beyond this host without authentication
 ├── JournalError         a journal or spool cannot be used
 │   └── JournalDamaged   a record before the last one is damaged
+├── RunChanged           the trainer began another run
 └── Ended                the run is over; carries its end
 """
 
@@ -59,6 +60,10 @@ class JournalError(BusError):
 
 class JournalDamaged(JournalError):
     """Raised when a record is damaged that is not the torn tail of the last write."""
+
+
+class RunChanged(BusError):
+    """Raised when a record waited while the trainer began another run: it belongs to none that goes on."""
 
 
 class Ended(BusError):

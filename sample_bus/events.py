@@ -10,6 +10,8 @@ from sample_bus.sample import Sample, SampleId
 
 SERVER = b""
 """How a client's thread names its only peer, the trainer."""
+STREAM = b""
+"""Peer of records that a hub reads from a broker's stream: they bear their producer in their id."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,6 +56,8 @@ class Malformed:
     seq: int | None
     """Place in the stream; None when not even the envelope decoded."""
     error: str
+    place: tuple[str, int] | None = None
+    """(producer, epoch) where the transport knows it, as a broker's stream does."""
     frames: tuple[memoryview, ...]
     """All frames, the envelope first."""
 
@@ -65,7 +69,7 @@ class Malformed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Connected:
-    """The transport has a connection to the trainer."""
+    """The trainer can be reached, for the first time or again: say hello."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,8 +1,10 @@
-"""Wire format of a sample: `HDR1`.
+"""Wire format of a record: `HDR1`.
 
-    frame 0   prefix (48 bytes, little-endian) and header (msgpack map of scalars and the column table)
-    frame 1   body: the small columns, each at a multiple of 64 bytes
+    frame 0   prefix (48 bytes, little-endian) and header (msgpack map of scalars and, of a sample, the column table)
+    frame 1   body of a sample: the small columns, each at a multiple of 64 bytes
     frame 2…  one large column each (256 KiB and more), sent without a copy
+
+A closed seat is frame 0 alone.
 
     prefix    magic 4s | version u8 | kind u8 | flags u16 | epoch u64 | seq u64 | header_len u32 | n_frames u32 | body_len u64 |
               xxh3_64 u64 over everything else: the 40 bytes before it, header, body, large columns
@@ -22,6 +24,7 @@ from typing import Any
 import numpy as np
 import xxhash
 
+from sample_bus.closed_seat import ClosedSeat
 from sample_bus.errors import WireError
 from sample_bus.packing import Buffer, pack, unpack
 from sample_bus.sample import Sample, SampleId, StopReason
@@ -29,6 +32,7 @@ from sample_bus.sample import Sample, SampleId, StopReason
 MAGIC = b"HDR1"
 VERSION = 1
 KIND_SAMPLE = 1
+KIND_CLOSED = 2
 MAX_HEADER_BYTES = 64 << 10
 LARGE_COLUMN_BYTES = 256 << 10
 _ALIGN = 64
@@ -60,7 +64,24 @@ _SCALARS: dict[str, type[Any]] = {
     "incarnation": str,
     "produced_at": float,
 }
-_HEADER: dict[str, type[Any]] = {**_SCALARS, "producer": str, "columns": list}
+_CLOSED: dict[str, type[Any]] = {
+    "task_id": str,
+    "group_id": str,
+    "rollout_id": str,
+    "attempt": int,
+    "seat": int,
+    "group_size": int,
+    "data_source": str,
+    "reason": str,
+    "message": str,
+    "settings_revision": int,
+    "incarnation": str,
+    "closed_at": float,
+}
+_HEADERS: dict[int, dict[str, type[Any]]] = {
+    KIND_SAMPLE: {**_SCALARS, "producer": str, "columns": list},
+    KIND_CLOSED: {**_CLOSED, "producer": str},
+}
 _STOP_REASONS = {reason.value: reason for reason in StopReason}
 
 
@@ -71,6 +92,19 @@ def encode(sample: Sample, sample_id: SampleId) -> list[bytes | memoryview]:
     `sample.validate`.
     """
     return stamp(prepare(sample, sample_id.producer), sample_id.epoch, sample_id.seq)
+
+
+def encode_closed(closed: ClosedSeat, sample_id: SampleId) -> list[bytes | memoryview]:
+    """Frames of a closed seat. Raises WireError as `encode`."""
+    return stamp(prepare_closed(closed, sample_id.producer), sample_id.epoch, sample_id.seq)
+
+
+def prepare_closed(closed: ClosedSeat, producer: str) -> list[bytes | memoryview]:
+    """Its header: all but the prefix."""
+    header: dict[str, Any] = {"producer": producer}
+    for name, kind in _CLOSED.items():
+        header[name] = kind(getattr(closed, name))
+    return [_packed(header, KIND_CLOSED, closed.rollout_id)]
 
 
 def prepare(sample: Sample, producer: str) -> list[bytes | memoryview]:
@@ -90,10 +124,7 @@ def prepare(sample: Sample, producer: str) -> list[bytes | memoryview]:
     header: dict[str, Any] = {"producer": producer, "columns": table}
     for name, kind in _SCALARS.items():
         header[name] = kind(getattr(sample, name))
-    packed = pack(_checked_header(header))
-    if len(packed) > MAX_HEADER_BYTES:
-        raise WireError(f"header: {len(packed)} bytes, expected at most {MAX_HEADER_BYTES} (rollout {sample.rollout_id[:80]})")
-    return [packed, bytes(small), *large]
+    return [_packed(header, KIND_SAMPLE, sample.rollout_id), bytes(small), *large]
 
 
 def stamp(parts: Sequence[bytes | memoryview], epoch: int, seq: int) -> list[bytes | memoryview]:
@@ -102,7 +133,7 @@ def stamp(parts: Sequence[bytes | memoryview], epoch: int, seq: int) -> list[byt
     prefix = _PREFIX.pack(
         MAGIC,
         VERSION,
-        KIND_SAMPLE,
+        KIND_SAMPLE if columns else KIND_CLOSED,
         0,
         epoch,
         seq,
@@ -119,8 +150,8 @@ def num_bytes(frames: Sequence[Buffer]) -> int:
     return sum(memoryview(frame).nbytes for frame in frames)
 
 
-def decode(frames: Sequence[bytes | memoryview], *, max_bytes: int) -> tuple[SampleId, Sample]:
-    """Identity and sample of frames. Raises WireError naming the field, what was got and what was expected."""
+def decode(frames: Sequence[bytes | memoryview], *, max_bytes: int) -> tuple[SampleId, Sample | ClosedSeat]:
+    """Identity and record of frames. Raises WireError naming the field, what was got and what was expected."""
     views = [memoryview(frame).cast("B").toreadonly() for frame in frames]
     total = sum(view.nbytes for view in views)
     if total > max_bytes:
@@ -129,7 +160,8 @@ def decode(frames: Sequence[bytes | memoryview], *, max_bytes: int) -> tuple[Sam
         raise WireError(f"prefix: {views[0].nbytes if views else 0} bytes, expected {PREFIX_BYTES}")
     magic, version, kind, flags, epoch, seq, header_len, n_frames, body_len = _PREFIX.unpack_from(views[0])
     got = (magic, version, kind, flags, n_frames, header_len, body_len)
-    expected = (MAGIC, VERSION, KIND_SAMPLE, 0, len(views), views[0].nbytes - PREFIX_BYTES, total - views[0].nbytes)
+    expected_kind = KIND_SAMPLE if len(views) > 1 else KIND_CLOSED
+    expected = (MAGIC, VERSION, expected_kind, 0, len(views), views[0].nbytes - PREFIX_BYTES, total - views[0].nbytes)
     if got != expected:
         name, mine, theirs = next(
             triple for triple in zip(_PREFIX_FIELDS, got, expected, strict=True) if triple[1] != triple[2]
@@ -142,15 +174,30 @@ def decode(frames: Sequence[bytes | memoryview], *, max_bytes: int) -> tuple[Sam
     computed = _digest(views[0][: _PREFIX.size], [header_view, *views[1:]])
     if computed != checksum:
         raise WireError(f"checksum: got {checksum:016x}, expected {computed:016x} (epoch {epoch}, seq {seq})")
-    header = _checked_header(unpack(header_view, "header"))
+    header = _checked_header(unpack(header_view, "header"), kind)
+    record = _closed_seat(header) if kind == KIND_CLOSED else _sample(header, views)
+    record.validate()
+    return SampleId(header["producer"], epoch, seq), record
+
+
+def _sample(header: dict[str, Any], views: Sequence[memoryview]) -> Sample:
     columns = _columns(header["columns"], views)
-    sample = Sample(
+    return Sample(
         **{name: header[name] for name in _SCALARS if name != "stop_reason"},
         stop_reason=_STOP_REASONS[header["stop_reason"]],
         **columns,
     )
-    sample.validate()
-    return SampleId(header["producer"], epoch, seq), sample
+
+
+def _closed_seat(header: dict[str, Any]) -> ClosedSeat:
+    return ClosedSeat(**{name: header[name] for name in _CLOSED})
+
+
+def _packed(header: dict[str, Any], kind: int, rollout_id: str) -> bytes:
+    packed = pack(_checked_header(header, kind))
+    if len(packed) > MAX_HEADER_BYTES:
+        raise WireError(f"header: {len(packed)} bytes, expected at most {MAX_HEADER_BYTES} (rollout {rollout_id[:80]})")
+    return packed
 
 
 def _digest(prefix: Buffer, parts: Sequence[Buffer]) -> int:
@@ -160,12 +207,13 @@ def _digest(prefix: Buffer, parts: Sequence[Buffer]) -> int:
     return digest.intdigest()
 
 
-def _checked_header(header: Any) -> dict[str, Any]:
+def _checked_header(header: Any, kind_of_record: int) -> dict[str, Any]:
     """The header itself, once every value in it is known to be of its type and range."""
-    if not isinstance(header, dict) or header.keys() != _HEADER.keys():
-        odd = sorted(map(repr, header.keys() ^ _HEADER.keys()))[:5] if isinstance(header, dict) else type(header).__name__
+    layout = _HEADERS[kind_of_record]
+    if not isinstance(header, dict) or header.keys() != layout.keys():
+        odd = sorted(map(repr, header.keys() ^ layout.keys()))[:5] if isinstance(header, dict) else type(header).__name__
         raise WireError(f"header: got other keys than expected: {odd}")
-    for name, kind in _HEADER.items():
+    for name, kind in layout.items():
         value = header[name]
         if type(value) is not kind:
             raise WireError(f"{name}: got {type(value).__name__}, expected {kind.__name__}")
@@ -173,7 +221,7 @@ def _checked_header(header: Any) -> dict[str, Any]:
             raise WireError(f"{name}: got {value}, expected 0 to 2^31 - 1")
         if kind is float and not math.isfinite(value):
             raise WireError(f"{name}: got {value}, expected a finite number")
-    if header["stop_reason"] not in _STOP_REASONS:
+    if "stop_reason" in header and header["stop_reason"] not in _STOP_REASONS:
         raise WireError(
             f"stop_reason: got {header['stop_reason'][:40]!r}, expected one of {[reason.value for reason in StopReason]}"
         )
