@@ -6,6 +6,7 @@ TrainerError
 ├── CheckpointError
 │   └── NoCheckpointError
 ├── ModelError
+├── ReplayError
 └── RunDirInUse
 """
 
@@ -32,6 +33,10 @@ class NoCheckpointError(CheckpointError):
 
 class ModelError(TrainerError):
     """Raised when the model cannot be found, converted, made or loaded."""
+
+
+class ReplayError(TrainerError):
+    """Raised when a run cannot be trained again from what it kept: nothing or not enough was, or the model is another."""
 
 
 class RunDirInUse(TrainerError):
