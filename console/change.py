@@ -20,7 +20,13 @@ _ORIGIN = "set: "
 
 
 def change(
-    address: str, assignments: Sequence[str], *, author: str | None, expected_revision: int | None, timeout_s: float
+    bus: BusSettings,
+    address: str,
+    assignments: Sequence[str],
+    *,
+    author: str | None,
+    expected_revision: int | None,
+    timeout_s: float,
 ) -> int:
     """Ask the trainer at `address` for the change and print what came of it.
 
@@ -28,7 +34,7 @@ def change(
     """
     values = parse(assignments)
     request = ChangeSettings(values=values, author=author or user_at_host(), expected_revision=expected_revision)
-    changed = asyncio.run(_ask(address, request, timeout_s))
+    changed = asyncio.run(_ask(bus, address, request, timeout_s))
     known = {item.key for item in changed.changes}
     for item in changed.changes:
         sys.stdout.write(f"{item.key}: {item.old} -> {item.new} (revision {changed.revision}, from the {item.scope})\n")
@@ -70,6 +76,6 @@ def _check(values: Mapping[str, Any]) -> None:
             raise ConfigError("\n".join(own)) from None
 
 
-async def _ask(address: str, request: ChangeSettings, timeout_s: float) -> SettingsChanged:
-    async with attached(BusSettings(), address, timeout_s=timeout_s) as link:
+async def _ask(bus: BusSettings, address: str, request: ChangeSettings, timeout_s: float) -> SettingsChanged:
+    async with attached(bus, address, timeout_s=timeout_s) as link:
         return await link.request("settings.set", request, SettingsChanged, timeout_s=timeout_s)

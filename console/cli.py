@@ -12,6 +12,10 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from configs.schema import BusSettings
 
 _TIMEOUT_S = 5.0
 
@@ -41,7 +45,9 @@ def _status(arguments: argparse.Namespace) -> int:
     from console.status import status
 
     return _with_run(
-        arguments, lambda address: status(address, as_json=arguments.json, timeout_s=arguments.timeout_s), name="status"
+        arguments,
+        lambda bus, address: status(bus, address, as_json=arguments.json, timeout_s=arguments.timeout_s),
+        name="status",
     )
 
 
@@ -55,7 +61,8 @@ def _set(arguments: argparse.Namespace) -> int:
         return _refuse("set", error, 2)
     return _with_run(
         arguments,
-        lambda address: change(
+        lambda bus, address: change(
+            bus,
             address,
             arguments.assignments,
             author=arguments.author,
@@ -66,14 +73,31 @@ def _set(arguments: argparse.Namespace) -> int:
     )
 
 
-def _keys(arguments: argparse.Namespace) -> int:
+def _settings(arguments: argparse.Namespace) -> int:
     from configs.keys import listing
 
     sys.stdout.write(listing() + "\n")
     return 0
 
 
-def _with_run(arguments: argparse.Namespace, command: Callable[[str], int], *, name: str) -> int:
+def _new_keys(arguments: argparse.Namespace) -> int:
+    from configs.errors import ConfigError
+    from console.errors import ConsoleError
+    from console.key_files import new_client, new_keys
+    from sample_bus.errors import BusError
+
+    try:
+        text = new_client(arguments.directory, arguments.client) if arguments.client else new_keys(arguments.directory)
+    except ConfigError as error:
+        return _refuse("keys new", error, 2)
+    except (ConsoleError, BusError) as error:
+        return _refuse("keys new", error, 1)
+    sys.stdout.write(text)
+    return 0
+
+
+def _with_run(arguments: argparse.Namespace, command: Callable[[BusSettings, str], int], *, name: str) -> int:
+    """Run a command that speaks with a run, with the settings and the address of its bus."""
     from configs.errors import ConfigError
     from configs.logs import set_up
     from configs.schema import LoggingSettings
@@ -82,25 +106,26 @@ def _with_run(arguments: argparse.Namespace, command: Callable[[str], int], *, n
 
     set_up(LoggingSettings(level="error"), daemon="headrace")
     try:
-        return command(_address(arguments))
+        return command(*_bus(arguments))
     except ConfigError as error:
         return _refuse(name, error, 2)
     except (ConsoleError, BusError) as error:
         return _refuse(name, error, 1)
 
 
-def _address(arguments: argparse.Namespace) -> str:
-    from console.run_dirs import address_for, address_of, newest_live
+def _bus(arguments: argparse.Namespace) -> tuple[BusSettings, str]:
+    from configs.errors import ConfigError
+    from configs.loader import load
+    from console.run_dirs import address_for, bus_at, bus_of, newest_live
 
+    if arguments.keys_dir and not arguments.address:
+        raise ConfigError("--keys-dir goes with --address only: a run's own settings say where its keys lie")
     if arguments.address:
-        return str(arguments.address)
-    if arguments.run_dir:
-        return address_of(arguments.run_dir)
-    if arguments.config:
-        from configs.loader import load
-
-        return address_for(load(arguments.config))
-    return address_of(newest_live())
+        return bus_at(arguments.address, keys_dir=arguments.keys_dir)
+    if arguments.config and not arguments.run_dir:
+        settings = load(arguments.config)
+        return settings.bus, address_for(settings)
+    return bus_of(arguments.run_dir or newest_live())
 
 
 def _refuse(name: str, error: Exception, exit_code: int) -> int:
@@ -118,7 +143,7 @@ def _parser() -> argparse.ArgumentParser:
     up = commands.add_parser("up", help="start trainer and rollouter here and show the run until it ends")
     up.add_argument("--config", type=Path, help="YAML file of settings")
     up.add_argument("--plain", action="store_true", help="plain lines even on a terminal")
-    up.add_argument("overrides", nargs="*", metavar="key=value", help="settings that win over the file (see `headrace keys`)")
+    up.add_argument("overrides", nargs="*", metavar="key=value", help="settings that win over the file: `headrace settings`")
     up.set_defaults(run=_up)
 
     status = commands.add_parser("status", help="show the state of a run")
@@ -127,14 +152,23 @@ def _parser() -> argparse.ArgumentParser:
     status.set_defaults(run=_status)
 
     change = commands.add_parser("set", help="change live settings of a run")
-    change.add_argument("assignments", nargs="+", metavar="key=value", help="live settings (see `headrace keys`)")
+    change.add_argument(
+        "assignments", nargs="+", metavar="key=value", help="live settings: those so marked by `headrace settings`"
+    )
     change.add_argument("--author", help="who changes it; default: user@host")
     change.add_argument("--expect", type=int, metavar="REVISION", help="refuse if the settings have moved from this revision")
     _choose_run(change)
     change.set_defaults(run=_set)
 
-    keys = commands.add_parser("keys", help="list every setting: type, default, whether it may change live, meaning")
-    keys.set_defaults(run=_keys)
+    settings = commands.add_parser("settings", help="list every setting: type, default, whether it may change live, meaning")
+    settings.set_defaults(run=_settings)
+
+    keys = commands.add_parser("keys", help="keys for a bus over TCP")
+    kinds = keys.add_subparsers(title="commands", required=True, metavar="COMMAND")
+    new = kinds.add_parser("new", help="make the trainer's keys, or those of one more client")
+    new.add_argument("directory", type=Path, metavar="DIR", help="directory of the keys: bus.keys_dir of the trainer")
+    new.add_argument("--client", metavar="NAME", help="allow one more client and make DIR/for-NAME, to be moved to its host")
+    new.set_defaults(run=_new_keys)
     return parser
 
 
@@ -142,7 +176,8 @@ def _choose_run(parser: argparse.ArgumentParser) -> None:
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--run-dir", type=Path, help="directory of the run; default: the newest below ./runs that goes on")
     which.add_argument("--config", type=Path, help="settings file of the run")
-    which.add_argument("--address", help="bus address of the run: ipc://PATH or tcp://HOST:PORT")
+    which.add_argument("--address", help="bus address of the run: ipc://PATH, tcp://HOST:PORT or redis://HOST:PORT/DB#RUN")
+    parser.add_argument("--keys-dir", type=Path, help="with --address: directory of the client's keys (bus.keys_dir)")
     parser.add_argument("--timeout-s", type=float, default=_TIMEOUT_S, help="deadline for the trainer's answer")
 
 

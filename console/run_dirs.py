@@ -16,7 +16,7 @@ from configs.command import SETTINGS_FILE
 from configs.errors import ConfigError
 from configs.loader import load
 from configs.paths import bus_address, held_alone, make_run_dir
-from configs.schema import Settings
+from configs.schema import BusSettings, Settings
 from console.errors import NoRun, RunIsLive
 
 RUNS = Path("runs")
@@ -58,9 +58,24 @@ def reserved(run_dir: Path) -> Iterator[None]:
 
 def address_of(run_dir: Path) -> str:
     """Bus address of the run in `run_dir`: from its settings if they were written there, else its socket."""
+    return bus_of(run_dir)[1]
+
+
+def bus_of(run_dir: Path) -> tuple[BusSettings, str]:
+    """Settings and address of the bus of the run in `run_dir`."""
     file = run_dir / SETTINGS_FILE
     settings = load(file, environment={}) if file.is_file() else Settings()
-    return bus_address(settings.model_copy(update={"run_dir": run_dir.absolute()}))
+    return settings.bus, bus_address(settings.model_copy(update={"run_dir": run_dir.absolute()}))
+
+
+def bus_at(address: str, *, keys_dir: Path | None = None) -> tuple[BusSettings, str]:
+    """Settings of a bus that is known by its address only; the rest is as the environment says. Raises ConfigError."""
+    words = [f"bus.address={address}"]
+    if not address.startswith(("ipc://", "tcp://")):
+        words.append("bus.transport=redis")
+    if keys_dir is not None:
+        words.append(f"bus.keys_dir={keys_dir}")
+    return load(None, words).bus, address
 
 
 def address_for(settings: Settings) -> str:

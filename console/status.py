@@ -26,9 +26,9 @@ from sample_bus.protocols import Control
 _RECENT_CHANGES = 5
 
 
-def status(address: str, *, as_json: bool, timeout_s: float) -> int:
+def status(bus: BusSettings, address: str, *, as_json: bool, timeout_s: float) -> int:
     """Print the state of the run at `address`. Raises NobodyAnswers."""
-    state = asyncio.run(_ask(address, timeout_s))
+    state = asyncio.run(_ask(bus, address, timeout_s))
     if as_json:
         sys.stdout.write(orjson.dumps(state_as_json(state), option=orjson.OPT_INDENT_2).decode() + "\n")
     else:
@@ -153,6 +153,6 @@ def _change_text(change: SettingChange, now: float) -> str:
     return f"{change.key}: {change.old} → {change.new} by {change.author}, {age} ago, from the {change.scope}"
 
 
-async def _ask(address: str, timeout_s: float) -> State:
-    async with attached(BusSettings(), address, timeout_s=timeout_s) as link:
+async def _ask(bus: BusSettings, address: str, timeout_s: float) -> State:
+    async with attached(bus, address, timeout_s=timeout_s) as link:
         return State(address, link)

@@ -23,8 +23,8 @@ def test_the_command_line_imports_nothing_heavy() -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_keys_lists_every_setting(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["keys"]) == 0
+def test_settings_lists_every_setting(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["settings"]) == 0
     out = capsys.readouterr().out
     assert all(key in out for key in leaves())
     assert "[live: next admission]" in out
