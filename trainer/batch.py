@@ -1,0 +1,106 @@
+"""What a step makes of its samples: advantages, options, the row of metrics. Pure.
+
+Invariant: the same samples under the same settings give the same step and the same row, live or trained again from a recording.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from configs.schema import TrainerSettings
+from sample_bus.messages import StepSummary
+from sample_bus.sample import NO_VERSION, Sample
+from trainer.advantages import group_advantages
+from trainer.policy import LossOptions, Proximal, StepReport
+from trainer.update import UpdateOptions
+
+
+def advantages_of(samples: Sequence[Sample], settings: TrainerSettings) -> npt.NDArray[np.float32]:
+    """[n] advantages relative to the samples' own groups."""
+    return group_advantages(
+        np.array([sample.reward for sample in samples], dtype=np.float32),
+        [sample.group_id for sample in samples],
+        normalize_by_std=settings.normalize_by_std,
+    )
+
+
+def update_options(settings: TrainerSettings) -> UpdateOptions:
+    """What holds for a step that is taken now."""
+    return UpdateOptions(
+        learning_rate=settings.learning_rate,
+        warmup_steps=settings.warmup_steps,
+        loss=LossOptions(
+            clip_low=settings.clip_low,
+            clip_high=settings.clip_high,
+            max_importance_weight=settings.max_importance_weight,
+            proximal=Proximal(settings.proximal),
+        ),
+    )
+
+
+def summary_of(
+    samples: Sequence[Sample], report: StepReport, *, step: int, policy_version: int, seconds: float, now: float
+) -> StepSummary:
+    """policy_version: newest published when the step was taken. seconds: of the whole step. now: Unix seconds."""
+    staleness = _staleness(samples, policy_version)
+    return StepSummary(
+        step=step,
+        policy_version=policy_version,
+        reward_mean=float(np.mean([sample.reward for sample in samples])),
+        loss=report.loss,
+        grad_norm=report.grad_norm,
+        learning_rate=report.learning_rate,
+        staleness_mean=float(staleness.mean()),
+        staleness_max=int(staleness.max()),
+        mismatch_mean_abs=report.mismatch_mean_abs,
+        mismatch_max_abs=report.mismatch_max_abs,
+        importance_mean=report.importance_mean,
+        num_samples=report.num_samples,
+        num_tokens=report.num_tokens,
+        num_trained_tokens=report.num_trained_tokens,
+        step_time_s=seconds,
+        finished_at=now,
+    )
+
+
+def metrics_row(samples: Sequence[Sample], summary: StepSummary, report: StepReport) -> dict[str, Any]:
+    """A row of family `train`, as far as it follows from the samples and the report."""
+    staleness = _staleness(samples, summary.policy_version)
+    token_staleness = np.concatenate([_token_staleness(sample, summary.policy_version) for sample in samples])
+    lengths = np.array([sample.num_trained_tokens for sample in samples])
+    revisions = np.array([sample.settings_revision for sample in samples])
+    return {
+        **summary.model_dump(exclude={"step", "finished_at"}),
+        "reward_std": float(np.std([sample.reward for sample in samples])),
+        "staleness_min": int(staleness.min()),
+        "token_staleness_mean": float(token_staleness.mean()) if token_staleness.size else 0.0,
+        "response_tokens_mean": float(lengths.mean()),
+        "response_tokens_max": int(lengths.max()),
+        "importance_max": report.importance_max,
+        "importance_capped_fraction": report.importance_capped_fraction,
+        "kl_behavior_policy": report.kl_behavior_policy,
+        "entropy": report.entropy,
+        "clip_fraction": report.clip_fraction,
+        "num_computed_tokens": report.num_computed_tokens,
+        "num_microbatches": report.num_microbatches,
+        "skipped": int(report.skipped),
+        "forward_backward_s": report.forward_backward_s,
+        "optimizer_s": report.optimizer_s,
+        "admitted_revision_min": int(revisions.min()),
+        "admitted_revision_max": int(revisions.max()),
+        "staleness_max_of_newest_revision": int(staleness[revisions == revisions.max()].max()),
+    }
+
+
+def _staleness(samples: Sequence[Sample], policy_version: int) -> npt.NDArray[np.int64]:
+    return np.array([policy_version - sample.oldest_version for sample in samples])
+
+
+def _token_staleness(sample: Sample, policy_version: int) -> npt.NDArray[np.int32]:
+    versions = sample.token_versions()
+    sampled: npt.NDArray[np.int32] = versions[versions != NO_VERSION]
+    return np.int32(policy_version) - sampled
