@@ -23,6 +23,8 @@ Id = list[Any]
 
 ROLLOUTER_FILE = "rollouter.log"
 TRAINER_FILE = "trainer.log"
+LATE_RESULT = "late result"
+"""Reason of an `AttemptFailed` that only counts a refused result."""
 
 
 def journal_dir(run_dir: Path, run_id: str) -> Path:
@@ -66,7 +68,10 @@ class GroupAdmitted:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttemptFailed:
-    """An attempt ended without a sample; the next one gets number `attempt` + 1."""
+    """An attempt ended without a sample; the next one gets number `attempt` + 1.
+
+    With reason `LATE_RESULT`: one that had failed before brought a result after all, which was refused.
+    """
 
     KIND: ClassVar[int] = 3
     at: float
@@ -75,6 +80,9 @@ class AttemptFailed:
     attempt: int
     reason: str
     message: str
+    then: str = "retry"
+    """What follows: `retry`, `refill` (the rollout is given up and a fresh one takes its seat) or `close` (it is given up and
+    its seat is about to be closed)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
