@@ -12,7 +12,7 @@ MAX_PATH_BYTES = 107
 """sockaddr_un on Linux, without the closing zero."""
 AUTO = "auto"
 
-_TCP = re.compile(r"tcp://(?P<host>\[[^\]]+\]|[^:/\[\]]+):(?P<port>\d{1,5})", re.ASCII)
+_TCP = re.compile(r"tcp://(?P<host>\[[^\]]+\]|[A-Za-z0-9._-]+):(?P<port>\d{1,5})", re.ASCII)
 
 
 def problem_of(address: str) -> str | None:
@@ -26,9 +26,24 @@ def problem_of(address: str) -> str | None:
         return "expected auto, ipc:///PATH or tcp://HOST:PORT"
     if not 1 <= int(match["port"]) <= 65535:
         return f"port {match['port']}, expected 1 to 65535"
-    if not is_loopback(match["host"].strip("[]")):
-        return "the bus is not authenticated, so it listens on loopback only (127.0.0.1, [::1], localhost)"
+    if match["host"].startswith("[") and not _is_ipv6(match["host"].strip("[]")):
+        return f"{match['host']}, expected an IPv6 address in the brackets"
     return None
+
+
+def tcp_insecurity(address: str, *, has_keys: bool) -> str | None:
+    """Why nobody should listen at, or connect to, this `tcp://` address without asking for it; None: it is well."""
+    if not address.startswith("tcp://") or has_keys or is_loopback(tcp_host(address)):
+        return None
+    return (
+        f"bus.address={address} can be reached from other hosts, and without keys whoever reaches it can read and send: "
+        "make keys with `headrace keys new DIR` and set bus.keys_dir=DIR (or set bus.allow_insecure=true)"
+    )
+
+
+def tcp_host(address: str) -> str:
+    """The host of a `tcp://` address, without brackets."""
+    return address.removeprefix("tcp://").rpartition(":")[0].strip("[]")
 
 
 def is_loopback(host: str) -> bool:
@@ -37,6 +52,13 @@ def is_loopback(host: str) -> bool:
         return True
     try:
         return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def _is_ipv6(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).version == 6
     except ValueError:
         return False
 

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from configs.bus_address import problem_of
+from configs.bus_address import problem_of, tcp_insecurity
 
 
 class Section(BaseModel):
@@ -314,6 +314,9 @@ class Settings(Section):
                 f"bus.heartbeat_timeout_s={self.bus.heartbeat_timeout_s} must be more than twice "
                 f"bus.heartbeat_interval_s={self.bus.heartbeat_interval_s}"
             )
+        insecurity = tcp_insecurity(self.bus.address, has_keys=self.bus.keys_dir is not None)
+        if insecurity is not None and not self.bus.allow_insecure:
+            problems.append(insecurity)
         if problems:
             raise ValueError("; ".join(problems))
         return self

@@ -45,6 +45,8 @@ def _unused(settings: Settings, on_gpu: bool) -> Iterator[tuple[str, str]]:
         yield from ((f"trainer.{name}", reason) for name in ("clip_low", "clip_high"))
     else:
         yield "trainer.max_importance_weight", "proximal=behavior takes the ratio itself, without an importance weight"
+    if settings.bus.keys_dir is not None and not settings.bus.address.startswith("tcp://"):
+        yield "bus.keys_dir", "only tcp:// addresses use keys"
     if settings.max_staleness is None:
         yield "on_stale", "max_staleness is null: no sample is ever too old"
     if not (settings.evaluation.at_start or settings.evaluation.at_end or settings.evaluation.every_versions):

@@ -14,15 +14,34 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from configs.bus_address import MAX_PATH_BYTES, is_loopback
-from sample_bus.errors import AddressInUse
+import structlog
+
+from configs.bus_address import MAX_PATH_BYTES, tcp_host, tcp_insecurity
+from configs.schema import BusSettings
+from sample_bus.errors import AddressInUse, Insecure
+
+log = structlog.get_logger()
+
+
+def check_secure(bus: BusSettings, address: str) -> None:
+    """Raise Insecure if what is at `address` could be reached from other hosts and `bus` has no keys for it."""
+    insecurity = tcp_insecurity(address, has_keys=bus.keys_dir is not None)
+    if insecurity is None:
+        return
+    if not bus.allow_insecure:
+        raise Insecure(insecurity)
+    log.warning("bus without keys beyond this host", address=address)
+
+
+def needs_ipv6(address: str) -> bool:
+    """Whether a socket at `address` needs libzmq's IPV6 option."""
+    return address.startswith("tcp://") and ":" in tcp_host(address)
 
 
 @contextmanager
 def guarded(address: str) -> Iterator[None]:
     """Hold the right to bind `address`. Raises AddressInUse."""
     if address.startswith("tcp://"):
-        _check_loopback(address)
         yield
     elif address.startswith("ipc://"):
         path = Path(address.removeprefix("ipc://"))
@@ -78,11 +97,3 @@ def _check_unused(path: Path) -> None:
         except OSError as error:
             raise AddressInUse(f"ipc://{path}: {error.strerror or error}") from error
     raise AddressInUse(f"ipc://{path}: another process listens there")
-
-
-def _check_loopback(address: str) -> None:
-    host = address.removeprefix("tcp://").rpartition(":")[0].strip("[]")
-    if not is_loopback(host):
-        raise AddressInUse(
-            f"{address}: the bus is not authenticated, so it listens on loopback only (127.0.0.1, [::1], localhost)"
-        )

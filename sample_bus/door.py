@@ -36,11 +36,13 @@ def open_door(
     """
     socket.setsockopt(zmq.ZAP_DOMAIN, DOMAIN)
     socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)
-    zap = context.socket(zmq.ROUTER)
+    # A shadow, so that no `context.destroy()` closes the thread's sockets under it.
+    own: zmq.Context[zmq.Socket[bytes]] = zmq.Context.shadow(context)
+    zap = own.socket(zmq.ROUTER)
     zap.setsockopt(zmq.LINGER, 0)
     zap.bind(_ZAP_ADDRESS)
     socket.monitor(_MONITOR_ADDRESS, _EVENTS)
-    monitor = context.socket(zmq.PAIR)
+    monitor = own.socket(zmq.PAIR)
     monitor.setsockopt(zmq.LINGER, 0)
     monitor.connect(_MONITOR_ADDRESS)
     door = _Door(zap, monitor, name_of)

@@ -173,7 +173,11 @@ def test_daemons_check_settings_before_anything_starts(program: str, tmp_path: P
         ("tcp://127.0.0.1", "tcp://HOST:PORT"),
         ("tcp://127.0.0.1:99999", "port 99999, expected 1 to 65535"),
         ("tcp://127.0.0.1:0", "port 0"),
-        ("tcp://0.0.0.0:6000", "loopback only"),
+        ("tcp://0.0.0.0:6000", "can be reached from other hosts, and without keys"),
+        ("tcp://trainer.lab:6000", "bus.keys_dir=DIR (or set bus.allow_insecure=true)"),
+        ("tcp://user:secret@host:6000", "tcp://HOST:PORT"),
+        ("tcp://*:6000", "tcp://HOST:PORT"),
+        ("tcp://[::x]:6000", "expected an IPv6 address in the brackets"),
         ("ipc://relative", "absolute path"),
         ("ipc://", "absolute path"),
         ("ipc:///" + "x" * 120, "121 bytes, expected at most 107"),
@@ -182,8 +186,9 @@ def test_daemons_check_settings_before_anything_starts(program: str, tmp_path: P
 def test_a_bus_address_that_cannot_work_is_refused_before_anything_listens(address: str, expected: str) -> None:
     """B136: a socket's path that the kernel would not take, too. libzmq would take port 99999 for another number."""
     message = _refusal(None, f"bus.address={address}")
-    assert message.startswith("set: bus.address") or "bus.address: got" in message
+    assert "bus.address" in message
     assert expected in message
+    assert "\n" not in message
 
 
 @pytest.mark.parametrize(
@@ -191,3 +196,8 @@ def test_a_bus_address_that_cannot_work_is_refused_before_anything_listens(addre
 )
 def test_a_usable_bus_address_is_kept(address: str) -> None:
     assert load(None, [f"bus.address={address}"], environment={}).bus.address == address
+
+
+@pytest.mark.parametrize("remedy", ["bus.keys_dir=/keys", "bus.allow_insecure=true"])
+def test_an_address_beyond_this_host_is_taken_with_keys_or_on_request(remedy: str) -> None:
+    assert load(None, ["bus.address=tcp://0.0.0.0:6000", remedy], environment={}).bus.address == "tcp://0.0.0.0:6000"

@@ -21,6 +21,8 @@ def _unused(overrides: list[str], *, on_gpu: bool = False) -> dict[str, str]:
     [
         ([], False, "on_stale", True),
         (["max_staleness=2"], False, "on_stale", False),
+        (["bus.keys_dir=/keys"], False, "bus.keys_dir", True),
+        (["bus.keys_dir=/keys", "bus.address=tcp://127.0.0.1:6000"], False, "bus.keys_dir", False),
         ([], False, "engine.gpu_memory_utilization", True),
         ([], True, "engine.gpu_memory_utilization", False),
         ([], True, "engine.kv_cache_bytes", True),
