@@ -1,7 +1,7 @@
 """Who is connected to the trainer, and who may be. Pure: told what arrived, it says what to do.
 
-Invariant: at most one rollouter. A second one is refused while the first is alive, takes its place when it is not, and is left
-waiting while that is unknown. A process that reconnects is recognized by its epoch and never counts as a second one.
+Invariant: at most one rollouter of a name. A second one is refused while the first is alive, takes its place when it is not,
+and is left waiting while that is unknown. A process that reconnects is recognized and never counts as a second one.
 """
 
 from __future__ import annotations
@@ -20,8 +20,12 @@ class Client:
     """Its present connection."""
     name: str
     role: Role
-    epoch: int
+    process: int
     connected: bool = True
+    epoch: int | None = None
+    """Of its stream; None while it has opened none on this connection."""
+    next_seq: int = 0
+    """Of its stream, when it opened it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,13 +59,13 @@ class Wait:
 class Clients:
     def __init__(self) -> None:
         self._clients: dict[bytes, Client] = {}
-        self._rollouter: Client | None = None
+        self._rollouters: dict[str, Client] = {}
         self._candidates: dict[bytes, Hello] = {}
 
     @property
-    def rollouter(self) -> Client | None:
-        """The rollouter that was welcomed last, connected or not."""
-        return self._rollouter
+    def rollouters(self) -> list[Client]:
+        """Those with an open stream on a living connection."""
+        return [client for client in self._rollouters.values() if client.connected and client.epoch is not None]
 
     @property
     def connected(self) -> list[Client]:
@@ -70,39 +74,45 @@ class Clients:
     def at(self, peer: bytes) -> Client | None:
         return self._clients.get(peer)
 
+    def named(self, name: str) -> Client | None:
+        """The rollouter of that name that was welcomed last, connected or not."""
+        return self._rollouters.get(name)
+
     def is_candidate(self, peer: bytes) -> bool:
         return peer in self._candidates
 
     def hello(self, peer: bytes, hello: Hello) -> Take | Turn | Wait:
-        present = self._rollouter
         if hello.protocol != PROTOCOL:
             return Turn(peer=peer, hello=hello, reason=f"it speaks protocol {hello.protocol}, the trainer {PROTOCOL}")
         if hello.role not in set(Role):
             return Turn(peer=peer, hello=hello, reason=f"unknown role {hello.role[:40]!r}")
-        rivals = hello.role == Role.ROLLOUTER and present is not None and present.epoch != hello.epoch
+        present = self._rollouters.get(hello.name) if hello.role == Role.ROLLOUTER else None
+        rivals = present is not None and present.process != hello.process
         if rivals and present is not None and present.connected:
             self._candidates[peer] = hello
             return Wait(probe=present.peer)
         self._candidates.pop(peer, None)
-        client = Client(peer, hello.name, Role(hello.role), hello.epoch)
-        gone = [other.peer for other in self._clients.values() if other.epoch == client.epoch and other.peer != peer]
+        client = Client(peer, hello.name, Role(hello.role), hello.process)
+        gone = [other.peer for other in self._clients.values() if other.process == client.process and other.peer != peer]
         if rivals and present is not None and present.peer in self._clients:
             gone.append(present.peer)
         for other in gone:
             del self._clients[other]
         self._clients[peer] = client
         if client.role is Role.ROLLOUTER:
-            self._rollouter = client
+            self._rollouters[client.name] = client
         return Take(client=client, hello=hello, gone=tuple(gone), replaced=present if rivals else None)
 
     def heard(self, peer: bytes) -> list[Turn]:
         """The client is alive: whoever waits for its place is refused."""
-        present = self._rollouter
-        if present is None or present.peer != peer:
+        client = self._clients.get(peer)
+        if client is None or client.role is not Role.ROLLOUTER:
             return []
-        candidates, self._candidates = self._candidates, {}
-        reason = f"rollouter {present.name!r} is connected and alive, and this version takes one rollouter"
-        return [Turn(peer=other, hello=hello, reason=reason) for other, hello in candidates.items()]
+        rivals = {other: hello for other, hello in self._candidates.items() if hello.name == client.name}
+        for other in rivals:
+            del self._candidates[other]
+        reason = f"rollouter {client.name!r} is connected and alive: a second one needs a name of its own"
+        return [Turn(peer=other, hello=hello, reason=reason) for other, hello in rivals.items()]
 
     def disconnected(self, peer: bytes) -> list[Take | Turn | Wait]:
         """The connection broke. The client may come back; if another waits for its place, that one gets it."""

@@ -73,6 +73,13 @@ class Connected:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Unreachable:
+    """The trainer cannot be reached for a reason that may well last."""
+
+    problem: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Disconnected:
     """The connection to `peer` is gone, and with it everything unsent."""
 
@@ -154,6 +161,7 @@ Event = (
     | ArrivedClosure
     | Malformed
     | Connected
+    | Unreachable
     | Disconnected
     | Silent
     | HeardAgain

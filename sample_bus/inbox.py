@@ -1,7 +1,8 @@
-"""The trainer's side of the sample streams: what was received, leased and settled, and what each producer may send. No I/O.
+"""The trainer's side of the record streams: what was received, leased, settled and committed, and how far each producer may go.
+No I/O.
 
-Invariant: a sample is handed out exactly once, in the order of arrival; what is received and not settled never exceeds
-`max_samples` and `max_bytes`, over all streams together.
+Invariant: a record is handed out exactly once per process, in its producer's order, and never when the position that was sought
+covers it; what is received and not settled stays within the credit that was given.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ from enum import StrEnum
 
 from sample_bus.credit import Credit, Stream
 from sample_bus.errors import BusError
-from sample_bus.protocols import ConsumerStatistics, Leased
+from sample_bus.position import BusPosition, StreamPosition
+from sample_bus.protocols import ConsumerStatistics, Gone, Lease
 from sample_bus.sample import SampleId
 
 Place = tuple[str, int]
@@ -21,24 +23,27 @@ Place = tuple[str, int]
 
 
 class Verdict(StrEnum):
-    """What became of a sample that arrived."""
+    """What became of a record that arrived."""
 
     TAKEN = "taken"
     DUPLICATE = "duplicate"
     """Held or settled already."""
     GAP = "gap"
-    """Samples before it have not come: the connection was remade on the way."""
+    """Records before it have not come: the connection was remade on the way."""
     OVERDRAWN = "overdrawn"
     """Sent without credit."""
+    CLOSED = "closed"
+    """Its stream is not open here."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Position:
+class Standing:
     """Where a stream stands, as its producer is told."""
 
     received: int
     """Sequence number expected next."""
     settled: int
+    committed: int
     credit: Credit
 
 
@@ -46,52 +51,71 @@ class Inbox:
     def __init__(self, *, max_samples: int, max_bytes: int) -> None:
         self._max_samples = max_samples
         self._max_bytes = max_bytes
+        self._sought = BusPosition()
         self._streams: dict[Place, Stream] = {}
-        self._queue: deque[Leased] = deque()
+        self._queue: deque[Lease] = deque()
         self._leased: dict[SampleId, int] = {}
         self._accounted_before = 0
         self._settled = self._dropped = 0
         self._received = self._rejected = self._duplicates = 0
 
-    def open_stream(self, place: Place, *, first_unreceived: int, bytes_before: int) -> None:
-        """A producer said hello: go on where its stream stands here, or begin where it says."""
-        self._streams = {key: stream for key, stream in self._streams.items() if stream.queued or key == place}
-        stream = self._streams.setdefault(place, Stream(first_unreceived, bytes_before))
-        if first_unreceived > stream.received:
-            stream.received, stream.received_bytes = first_unreceived, bytes_before
+    def seek(self, position: BusPosition) -> None:
+        """Forget all streams; each begins at `position` when its producer opens it."""
+        self._sought = position
+        self._streams.clear()
+        self._queue.clear()
+        self._leased.clear()
 
-    def position(self, place: Place) -> Position:
-        """How far the producer is, and how far it may go: the room that all streams share, less what other streams hold."""
+    def open_stream(self, place: Place, *, committed: int) -> Gone | None:
+        """A producer opened a stream that is kept from `committed` on: go on where it stands here, or at the position sought.
+
+        Returns what can no longer come although it was never settled.
+        """
+        producer, epoch = place
+        for other in [key for key in self._streams if key[0] == producer and key[1] != epoch]:
+            if not self._streams[other].queued:
+                del self._streams[other]
+        stream = self._streams.get(place)
+        if stream is None:
+            stream = self._streams[place] = Stream.at(self._sought.of(producer, epoch))
+            kept = [one for one in self._sought.streams if one.producer != producer]
+            self._sought = BusPosition(streams=tuple(kept))
+        if committed <= stream.settled.watermark or committed <= stream.received:
+            return None
+        return self._give_up(place, stream, committed)
+
+    def standing(self, place: Place) -> Standing:
+        """How far the producer is, and how far it may go: its share of the room."""
         stream = self._streams[place]
-        others = [other for key, other in self._streams.items() if key != place]
+        sharing = len({producer for producer, _ in self._streams})
+        others = [other for key, other in self._streams.items() if key != place and key[0] == place[0]]
         credit = stream.credit(
-            room_samples=self._max_samples - sum(other.queued for other in others),
-            room_bytes=self._max_bytes - sum(other.queued_bytes for other in others),
+            room_samples=max(1, self._max_samples // sharing) - sum(other.queued for other in others),
+            room_bytes=self._max_bytes // sharing - sum(other.queued_bytes for other in others),
         )
-        return Position(received=stream.received, settled=stream.settled, credit=credit)
+        if not stream.queued and credit.room_bytes < self._max_bytes:
+            credit = Credit(samples=credit.samples, room_bytes=self._max_bytes)  # so that the largest record can always come
+        return Standing(received=stream.received, settled=stream.settled.num_settled, committed=stream.committed, credit=credit)
 
-    def take(self, leased: Leased) -> Verdict:
-        """A sample arrived on an open stream."""
-        place = (leased.id.producer, leased.id.epoch)
-        stream = self._streams[place]
-        verdict = self._verdict(stream, leased.id.seq)
-        if verdict is Verdict.TAKEN and not self.position(place).credit.allows(
-            leased.id.seq, stream.received_bytes, leased.nbytes
-        ):
-            verdict = Verdict.OVERDRAWN
-        if verdict is Verdict.TAKEN:
-            stream.receive(leased.nbytes)
+    def take(self, lease: Lease) -> Verdict:
+        """A record arrived."""
+        stream = self._streams.get((lease.id.producer, lease.id.epoch))
+        verdict = self._verdict(stream, lease.id.seq)
+        if stream is not None and verdict is Verdict.TAKEN:
+            if stream.queued and stream.queued_bytes + lease.nbytes > self._max_bytes:
+                return Verdict.OVERDRAWN
+            stream.receive(lease.nbytes)
             self._received += 1
-            self._queue.append(leased)
+            self._queue.append(lease)
         return verdict
 
     def skip(self, place: Place, seq: int, nbytes: int) -> Verdict:
-        """What arrived in a sample's place is none: its credit goes back at once, and the stream goes on."""
-        stream = self._streams[place]
+        """What arrived in a record's place is none: its credit goes back at once, and the stream goes on."""
+        stream = self._streams.get(place)
         verdict = self._verdict(stream, seq)
-        if verdict is Verdict.TAKEN:
+        if verdict is Verdict.TAKEN and stream is not None:
             stream.receive(nbytes)
-            stream.settle(nbytes)
+            stream.settle(seq, nbytes)
             self._rejected += 1
         return verdict
 
@@ -99,7 +123,7 @@ class Inbox:
         """A message without a place in any stream was refused."""
         self._rejected += 1
 
-    def lease(self) -> Leased | None:
+    def lease(self) -> Lease | None:
         if not self._queue:
             return None
         leased = self._queue.popleft()
@@ -107,25 +131,47 @@ class Inbox:
         return leased
 
     def acknowledge(self, ids: Sequence[SampleId], *, dropped: bool) -> None:
-        """Settle leased samples. Raises BusError, before settling any, if one is not leased."""
+        """Settle leased records. Raises BusError, before settling any, if one is not leased."""
         unknown = [sample_id for sample_id in ids if sample_id not in self._leased]
         if unknown or len(set(ids)) != len(ids):
             first = (unknown or list(ids))[0]
             raise BusError(f"acknowledge: {len(unknown)} of {len(ids)} ids are not leased or named twice, first {first}")
         for sample_id in ids:
-            self._streams[sample_id.producer, sample_id.epoch].settle(self._leased.pop(sample_id))
+            nbytes = self._leased.pop(sample_id)
+            self._streams[sample_id.producer, sample_id.epoch].settle(sample_id.seq, nbytes)
         self._settled += len(ids)
         self._dropped += len(ids) if dropped else 0
 
+    def position(self) -> BusPosition:
+        """What is settled, streams included that no producer has opened since `seek`."""
+        own = tuple(
+            StreamPosition(producer=producer, epoch=epoch, watermark=stream.settled.watermark, beyond=stream.settled.runs())
+            for (producer, epoch), stream in self._streams.items()
+        )
+        return BusPosition(streams=(*self._sought.streams, *own))
+
+    def commit(self, position: BusPosition) -> list[StreamPosition]:
+        """Everything that `position` covers is final. Returns the streams whose watermark moved."""
+        moved = []
+        for one in position.streams:
+            stream = self._streams.get((one.producer, one.epoch))
+            if stream is not None and one.watermark > stream.committed:
+                if one.watermark > stream.settled.watermark:
+                    raise BusError(f"commit: {one.producer} up to {one.watermark}, settled up to {stream.settled.watermark}")
+                stream.committed = one.watermark
+                moved.append(one)
+        return moved
+
     def count_from(self, accounted: int) -> None:
-        """Begin the account anew: so many samples were trained or queued before."""
+        """Begin the account anew: so many records were trained or queued before."""
         self._accounted_before = accounted
         self._settled = self._dropped = 0
 
-    @property
-    def accounted(self) -> int:
-        """Trained or queued; what was dropped is left out."""
-        return self._accounted_before + self._settled - self._dropped + len(self._queue) + len(self._leased)
+    def accounted(self, place: Place, next_seq: int) -> int:
+        """Trained or queued, and what the producer at `place` keeps and will still send; what was dropped is left out."""
+        stream = self._streams[place]
+        to_come = max(0, next_seq - stream.received) - stream.num_settled_ahead
+        return self._accounted_before + self._settled - self._dropped + len(self._queue) + len(self._leased) + to_come
 
     @property
     def dropped(self) -> int:
@@ -140,8 +186,26 @@ class Inbox:
             duplicates=self._duplicates,
         )
 
-    def _verdict(self, stream: Stream, seq: int) -> Verdict:
+    def _give_up(self, place: Place, stream: Stream, committed: int) -> Gone | None:
+        """Records from what is received to `committed` will never come."""
+        first, lost = stream.received, 0
+        for seq in range(first, committed):
+            lost += stream.settled.add(seq)
+        stream.received = committed
+        if not lost:
+            return None
+        return Gone(producer=place[0], epoch=place[1], first=first, last=committed, num_records=lost)
+
+    def _verdict(self, stream: Stream | None, seq: int) -> Verdict:
+        if stream is None:
+            return Verdict.CLOSED
+        if seq == stream.received and stream.settled.covers(seq):
+            stream.pass_over()
+            self._duplicates += 1
+            return Verdict.DUPLICATE
         if seq < stream.received:
             self._duplicates += 1
             return Verdict.DUPLICATE
-        return Verdict.TAKEN if seq == stream.received else Verdict.GAP
+        if seq > stream.received:
+            return Verdict.GAP
+        return Verdict.TAKEN if seq < stream.limit else Verdict.OVERDRAWN

@@ -3,44 +3,71 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 from pathlib import Path
 from typing import Literal
 
 from configs.schema import BusSettings
-from sample_bus.address import guarded
+from sample_bus.address import check_secure, guarded
+from sample_bus.carrier import Deliver, HubCarrier, LinkCarrier
+from sample_bus.hub import BusHub
+from sample_bus.link import BusLink
 from sample_bus.peers import Role
 from sample_bus.protocols import Hub, Link
 from sample_bus.quarantine import Quarantine
-from sample_bus.zmq_hub import ZmqHub
-from sample_bus.zmq_link import ZmqLink
 
 
 @asynccontextmanager
-async def open_hub(bus: BusSettings, *, address: str, run: str, incarnation: str, quarantine_dir: Path) -> AsyncIterator[Hub]:
-    """The trainer's end, listening at `address` (`ipc://PATH` or `tcp://HOST:PORT`, port 0 picks one: see `Hub.address`).
+async def open_hub(
+    bus: BusSettings, *, address: str, run: str, run_id: str, incarnation: str, quarantine_dir: Path
+) -> AsyncIterator[Hub]:
+    """The trainer's end, listening at `address` (`ipc://PATH` or `tcp://HOST:PORT`, port 0 picks one: see `Hub.address`; or
+    `redis://HOST:PORT/DB#RUN`).
 
-    Closing says goodbye to all clients and removes the socket file. Raises AddressInUse.
+    `run_id` names the run over restarts: its records are kept under it. Closing says goodbye to all clients and removes the
+    socket file. Raises AddressInUse, Insecure, NotDurable.
     """
-    match bus.transport:
-        case "zmq":
-            with guarded(address):
-                hub = ZmqHub(bus, address=address, run=run, incarnation=incarnation, quarantine=Quarantine(quarantine_dir))
-                hub.open()
-                try:
-                    yield hub
-                finally:
-                    await hub.close()
+    quarantine = Quarantine(quarantine_dir)
+
+    def carrier(deliver: Deliver) -> HubCarrier:
+        match bus.transport:
+            case "zmq":
+                from sample_bus.zmq_carriers import ZmqHubCarrier
+
+                return ZmqHubCarrier(bus, address=address, deliver=deliver)
+        raise AssertionError(f"no carrier for {bus.transport}")
+
+    if bus.transport == "zmq":
+        check_secure(bus, address)
+    with guarded(address) if bus.transport == "zmq" else nullcontext():
+        hub = BusHub(bus, run=run, run_id=run_id, incarnation=incarnation, quarantine=quarantine, open_carrier=carrier)
+        try:
+            yield hub
+        finally:
+            await hub.close()
 
 
 @asynccontextmanager
-async def open_link(bus: BusSettings, *, address: str, name: str, role: Literal["rollouter", "console"]) -> AsyncIterator[Link]:
-    """A client's end. Returns before the trainer is there; offers, requests and `wait_connected` wait for it."""
-    match bus.transport:
-        case "zmq":
-            link = ZmqLink(bus, address=address, name=name, role=Role(role))
-            link.open()
-            try:
-                yield link
-            finally:
-                await link.close()
+async def open_link(
+    bus: BusSettings, *, address: str, name: str, role: Literal["rollouter", "console"], spool_dir: Path | None = None
+) -> AsyncIterator[Link]:
+    """A client's end. Returns before the trainer is there; offers, requests and `wait_connected` wait for it.
+
+    A rollouter keeps its records below `spool_dir` until they are committed (transport `zmq`). Raises BusError, Insecure.
+    """
+
+    def carrier(deliver: Deliver) -> LinkCarrier:
+        match bus.transport:
+            case "zmq":
+                from sample_bus.zmq_carriers import ZmqLinkCarrier
+
+                return ZmqLinkCarrier(bus, address=address, name=name, spool_dir=spool_dir, deliver=deliver)
+        raise AssertionError(f"no carrier for {bus.transport}")
+
+    if bus.transport == "zmq":
+        check_secure(bus, address)
+    link = BusLink(bus, address=address, name=name, role=Role(role), open_carrier=carrier)
+    try:
+        yield link
+    finally:
+        await link.close()

@@ -1,21 +1,34 @@
-"""A producer's samples on their way: those that wait for credit and those sent and not yet received.
+"""A producer's records on their way: those that wait for credit, those being made durable, those kept until committed.
 
-Lives in the event loop; no I/O. Invariant: sequence numbers are dense and given at the moment of sending, in the order of
-offers; a sample leaves only when the credit covers it; everything from the first unreceived one on can be sent again.
+Lives in the event loop; no I/O. Invariant: sequence numbers are dense and given in the order of offers, at the moment when the
+credit covers the record; an offer ends when its record is durable; everything that is kept can be delivered again.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections import OrderedDict, deque
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from sample_bus import wire
-from sample_bus.credit import Credit
+from sample_bus.credit import Credit, Sizes
 from sample_bus.sample import SampleId
 
 Parts = Sequence[bytes | memoryview]
+
+
+class Outflow(Protocol):
+    """What an outbox asks of the transport (`carrier.LinkCarrier`)."""
+
+    def store(self, seq: int, frames: Parts) -> None: ...
+
+    def deliver(self, first: int | None, limit: int) -> None: ...
+
+    def hold(self) -> None: ...
+
+    def free(self, watermark: int) -> None: ...
 
 
 @dataclass(slots=True, eq=False)
@@ -25,104 +38,161 @@ class Offer:
     nbytes: int
     """Of its frames."""
     done: asyncio.Future[SampleId]
-    frames: Parts = ()
-    """What was sent."""
-    bytes_before: int = 0
 
 
 class Outbox:
-    def __init__(self, producer: str, epoch: int, send: Callable[[int, Parts], None]) -> None:
-        """`send` hands a sequence number and the sample's frames to the transport."""
+    def __init__(self, producer: str, outflow: Outflow) -> None:
         self._producer = producer
-        self._epoch = epoch
-        self._send = send
+        self._outflow = outflow
+        self._epoch = 0
+        self._sizes = Sizes()
         self._credit = Credit()
+        self._received = 0
+        self._limit = 0
+        self._delivers = False
         self._waiting: deque[Offer] = deque()
-        self._sent: OrderedDict[int, Offer] = OrderedDict()
-        self._next_seq = 0
+        self._storing: deque[Offer] = deque()
         self._num_bytes = 0
-        self._cursor = 0
+
+    @property
+    def epoch(self) -> int:
+        return self._epoch
 
     @property
     def next_seq(self) -> int:
-        return self._next_seq
+        return self._sizes.next_seq
+
+    @property
+    def committed(self) -> int:
+        return self._sizes.first
+
+    @property
+    def kept_bytes(self) -> int:
+        return self._sizes.total_bytes
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all samples sent."""
+        """Bytes of all records stored by this process."""
         return self._num_bytes
+
+    @property
+    def num_stored(self) -> int:
+        """Records of the stream that are durable."""
+        return self.next_seq - len(self._storing)
 
     @property
     def num_waiting(self) -> int:
         return len(self._waiting)
 
-    @property
-    def first_unreceived(self) -> int:
-        return next(iter(self._sent), self._next_seq)
-
-    @property
-    def bytes_before_unreceived(self) -> int:
-        first = next(iter(self._sent.values()), None)
-        return self._num_bytes if first is None else first.bytes_before
+    def open(self, epoch: int, first: int, sizes: tuple[int, ...]) -> None:
+        """The stream as the transport found it. What waits goes there; nothing is stored before `resume`."""
+        self._epoch = epoch
+        self._sizes = Sizes(first, sizes)
+        self._credit = Credit()
+        self._received = self._limit = first
+        self._delivers = False
 
     def add(self, offer: Offer) -> None:
         self._waiting.append(offer)
         self._pump()
 
     def withdraw(self, offer: Offer) -> bool:
-        """Take back an offer that was not sent; False if it was."""
+        """Take back an offer that still waits for credit; False if it is in the stream."""
         try:
             self._waiting.remove(offer)
         except ValueError:
             return False
         return True
 
-    def resume(self, received: int, credit: Credit) -> None:
-        """A trainer takes the stream up from `received`: what it does not hold is sent (again)."""
+    def resume(self, received: int, committed: int, credit: Credit) -> None:
+        """A trainer takes the stream up from `received`."""
         self._credit = credit
-        self._confirm(received)
-        self._cursor = self.first_unreceived
+        self._received = self._limit = received
+        self._delivers = True
+        self._free(committed)
+        self._extend_limit()
+        self._outflow.deliver(received, self._limit)
         self._pump()
 
-    def advance(self, received: int, credit: Credit) -> None:
+    def advance(self, received: int, committed: int, credit: Credit) -> None:
         """An acknowledgement; an older one than known changes nothing."""
-        self._credit = self._credit.or_further(credit)
-        self._confirm(received)
+        if received < self._received or not self._delivers:
+            return
+        self._received = received
+        self._credit = credit
+        self._free(committed)
+        before = self._limit
+        self._extend_limit()
+        if self._limit != before:
+            self._outflow.deliver(None, self._limit)
         self._pump()
 
     def pause(self) -> None:
-        """Send nothing new until `resume`."""
-        self._credit = Credit()
+        """The trainer is away: what credit is left may be stored, nothing is delivered until `resume`."""
+        self._delivers = False
+        self._outflow.hold()
+
+    def stored(self, upto: int) -> None:
+        """Every record below `upto` is durable."""
+        while self._storing and self.num_stored < upto:
+            seq = self.num_stored
+            offer = self._storing.popleft()
+            if not offer.done.done():
+                offer.done.set_result(SampleId(self._producer, self._epoch, seq))
 
     def fail(self, error: Exception) -> None:
-        """End every offer with the error. Those that were sent stay in the stream, so it has no gaps."""
-        for offer in (*self._waiting, *self._sent.values()):
+        """End every offer with the error. Those in the stream stay there, so it has no gaps."""
+        for offer in (*self._waiting, *self._storing):
             if not offer.done.done():
                 offer.done.set_exception(error)
         self._waiting.clear()
 
-    def _confirm(self, received: int) -> None:
-        while self._sent and next(iter(self._sent)) < received:
-            seq, offer = self._sent.popitem(last=False)
-            self._cursor = max(self._cursor, seq + 1)
-            if not offer.done.done():
-                offer.done.set_result(SampleId(self._producer, self._epoch, seq))
+    def fail_all(self, error: Exception) -> None:
+        """End every offer, and forget the stream."""
+        self.fail(error)
+        self._storing.clear()
+        self.open(0, 0, ())
+
+    def _free(self, committed: int) -> None:
+        if committed > self._sizes.first:
+            self._sizes.free(committed)
+            self._outflow.free(committed)
+
+    def _allows(self, seq: int, nbytes: int) -> bool:
+        used = self._sizes.before(seq) - self._sizes.before(self._received)
+        return seq < self._credit.samples and used + nbytes <= self._credit.room_bytes
+
+    def _extend_limit(self) -> None:
+        """Move the limit over kept records as far as the credit reaches."""
+        while self._limit < self.next_seq:
+            seq = self._limit
+            if not self._allows(seq, self._sizes.before(seq + 1) - self._sizes.before(seq)):
+                return
+            self._limit = seq + 1
 
     def _pump(self) -> None:
-        while self._cursor < self._next_seq:
-            again = self._sent[self._cursor]
-            if not self._credit.allows(self._cursor, again.bytes_before, again.nbytes):
-                return
-            self._send(self._cursor, again.frames)
-            self._cursor += 1
-        while self._waiting:
-            offer = self._waiting[0]
-            if not self._credit.allows(self._next_seq, self._num_bytes, offer.nbytes):
-                return
-            self._waiting.popleft()
-            offer.frames = wire.stamp(offer.parts, self._epoch, self._next_seq)
-            offer.parts, offer.bytes_before = (), self._num_bytes
-            self._sent[self._next_seq] = offer
-            self._next_seq = self._cursor = self._next_seq + 1
+        """Give waiting offers their place, as far as the credit reaches."""
+        if self._limit < self.next_seq:
+            return
+        ready = 0
+        bytes_after = self._sizes.before(self.next_seq)
+        bytes_before = self._sizes.before(self._received)
+        for offer in self._waiting:
+            seq = self.next_seq + ready
+            bytes_after += offer.nbytes
+            if seq >= self._credit.samples or bytes_after - bytes_before > self._credit.room_bytes:
+                break
+            ready += 1
+        if not ready:
+            return
+        self._limit = self.next_seq + ready
+        if self._delivers:
+            self._outflow.deliver(None, self._limit)
+        for _ in range(ready):
+            offer = self._waiting.popleft()
+            seq = self.next_seq
+            self._sizes.append(offer.nbytes)
             self._num_bytes += offer.nbytes
-            self._send(self._next_seq - 1, offer.frames)
+            self._storing.append(offer)
+            self._outflow.store(seq, wire.stamp(offer.parts, self._epoch, seq))
+            offer.parts = ()

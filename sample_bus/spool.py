@@ -1,7 +1,7 @@
 """A producer's own copies of its records on disk, from the offer until a trainer's commit.
 
     DIRECTORY/state               epoch and the committed watermark, as text
-    DIRECTORY/EPOCH-FIRST.log     a `RecordLog`: records FIRST, FIRST + 1, … of that epoch, until it is full and the next one begins
+    DIRECTORY/EPOCH-FIRST.log     a `RecordLog`: records FIRST, FIRST + 1, … of that epoch, up to the next file's FIRST
 
 Invariant: sequence numbers are dense from the committed watermark to the next one; what `append` returned from is read again by
 the next process; a file is deleted only when everything in it is committed. The epoch changes only when copies were lost.
@@ -68,6 +68,7 @@ class Spool:
         self._segment_bytes = segment_bytes
         self._sync = sync
         self._segments: deque[_Segment] = deque()
+        self._epoch = self._committed = 0
         try:
             directory.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._lock = os.open(directory / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)

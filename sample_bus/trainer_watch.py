@@ -32,6 +32,7 @@ class TrainerWatch:
         self._unusable: BusError | None = None
         self._failure: BusError | None = None
         self._timer: asyncio.TimerHandle | None = None
+        self._problem = ""
 
     @property
     def state(self) -> PeerState:
@@ -48,8 +49,15 @@ class TrainerWatch:
         if self._timer is None:
             self._timer = asyncio.get_running_loop().call_later(self._bus.connect_timeout_s, self._give_up)
 
+    def unreachable(self, problem: str) -> None:
+        """It cannot be reached, and why."""
+        if problem != self._problem:
+            log.warning("the trainer cannot be reached", address=self._address, problem=problem)
+        self._problem = problem
+
     def connected(self) -> None:
         self._lost = self._unusable = None
+        self._problem = ""
         self._stop_timer()
         self._become(PeerState.CONNECTED)
 
@@ -92,7 +100,9 @@ class TrainerWatch:
                     waited_s=waited_s,
                     deadline_s=timeout_s,
                 )
-        raise PeerLost(f"no trainer answered at {self._address} within {timeout_s:g} s (it is {self._state})")
+        raise PeerLost(
+            f"no trainer answered at {self._address} within {timeout_s:g} s ({self._problem or f'it is {self._state}'})"
+        )
 
     async def wait_lost(self) -> LostPeer:
         while self._lost is None:
@@ -105,7 +115,8 @@ class TrainerWatch:
         self._timer = None
         timeout_s = self._bus.connect_timeout_s
         self._lost = self._lost or LostPeer(name="trainer", reason=LossReason.SILENT, silent_s=timeout_s)
-        self._unusable = PeerLost(f"no trainer at {self._address} for {timeout_s:g} s (bus.connect_timeout_s)")
+        why = f": {self._problem}" if self._problem else ""
+        self._unusable = PeerLost(f"no trainer at {self._address} for {timeout_s:g} s (bus.connect_timeout_s){why}")
         self._become(PeerState.LOST)
         self._end_waits(self._unusable)
 

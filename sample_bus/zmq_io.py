@@ -21,11 +21,14 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from configs.schema import BusSettings
-from sample_bus import wire
+from sample_bus import curve, wire
+from sample_bus.address import needs_ipv6
+from sample_bus.closed_seat import ClosedSeat
 from sample_bus.errors import WireError
 from sample_bus.events import (
     SERVER,
     Arrived,
+    ArrivedClosure,
     ArrivedSample,
     Connected,
     Crashed,
@@ -34,6 +37,7 @@ from sample_bus.events import (
     HeardAgain,
     Malformed,
     Silent,
+    Unreachable,
 )
 from sample_bus.frames import MAX_CONTROL_BYTES, Control, Data, Heartbeat, decode_control, encode_control
 from sample_bus.liveness import Liveness
@@ -46,6 +50,7 @@ HIGH_WATER_MARK = 1000
 """Messages that libzmq queues for one peer; more wait here."""
 _BATCH = 256
 _RETRY_S = 0.05
+_CONNECT_AGAIN_S = 1.0
 _END_S = 10.0
 
 Frames = Sequence[bytes | memoryview]
@@ -56,6 +61,8 @@ def set_options(socket: zmq.Socket[bytes], bus: BusSettings, address: str) -> No
     socket.setsockopt(zmq.SNDHWM, HIGH_WATER_MARK)
     socket.setsockopt(zmq.RCVHWM, HIGH_WATER_MARK)
     socket.setsockopt(zmq.MAXMSGSIZE, max(bus.max_sample_bytes, MAX_CONTROL_BYTES) + 1024)
+    if needs_ipv6(address):
+        socket.setsockopt(zmq.IPV6, 1)
     if address.startswith("tcp://"):
         # A host that vanishes leaves a connection that never breaks by itself.
         socket.setsockopt(zmq.HEARTBEAT_IVL, int(bus.heartbeat_timeout_s * 500))
@@ -71,8 +78,11 @@ class SocketThread:
         *,
         name: str,
         deliver: Callable[[list[Event]], None],
+        address: str = "",
+        keys: curve.ClientKeys | None = None,
     ) -> None:
-        """Takes over `context` and `socket` (ROUTER or DEALER); `deliver` is called in the running event loop."""
+        """Takes over `context` and `socket` (ROUTER or DEALER); `deliver` is called in the running event loop. A client's
+        `address` is what it connects to, `keys` those that were applied to it."""
         self._context = context
         self._socket = socket
         self._routed = socket.type == zmq.ROUTER
@@ -94,9 +104,11 @@ class SocketThread:
         self._num_unkeyed = 0
         self._events: list[Event] = []
         self._stop_at: float | None = None
-        self._monitor = (
-            None if self._routed else socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
-        )
+        self._address = address
+        self._keys = keys
+        self._timers: list[tuple[float, Callable[[], None]]] = []
+        watched = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | curve.CLIENT_EVENTS
+        self._monitor = None if self._routed else socket.get_monitor_socket(watched)
         self._ended = asyncio.Event()
         self._thread = threading.Thread(target=self._run, name=f"bus-{name}", daemon=True)
 
@@ -111,31 +123,32 @@ class SocketThread:
         os.close(self._wake_fd)
 
     def send(self, peer: bytes, frames: Frames, *, key: str | None = None) -> None:
-        self._command(lambda: self._enqueue(peer, frames, key))
+        self.command(lambda: self.enqueue(peer, frames, key))
 
     def send_control(self, peer: bytes, message: Control, *, key: str | None = None) -> None:
         self.send(peer, [encode_control(message)], key=key)
 
     def track(self, peer: bytes) -> None:
         """From now on send heartbeats to the peer and report its silence."""
-        self._command(lambda: self._track(peer))
+        self.command(lambda: self._track(peer))
 
     def forget(self, peer: bytes) -> None:
         """Stop that, and drop what is unsent."""
-        self._command(lambda: self._forget(peer))
+        self.command(lambda: self._forget(peer))
 
     def probe(self, peer: bytes) -> None:
         """Send a heartbeat now and report HeardAgain when the peer is next heard."""
-        self._command(lambda: self._probe(peer))
+        self.command(lambda: self._probe(peer))
 
     async def close(self, *, flush_s: float) -> None:
         """Send what was handed over, within `flush_s`, and end the thread. The socket is closed afterwards."""
-        self._command(lambda: self._stop(flush_s))
+        self.command(lambda: self._stop(flush_s))
         async with asyncio.timeout(flush_s + _END_S):
             await self._ended.wait()
         self._thread.join()
 
-    def _command(self, command: Callable[[], None]) -> None:
+    def command(self, command: Callable[[], None]) -> None:
+        """Have `command` carried out in the thread, after those that were given before."""
         if self._ended.is_set():
             return
         self._commands.append(command)
@@ -146,6 +159,26 @@ class SocketThread:
     def _finish(self) -> None:
         os.close(self._wake_fd)
         self._ended.set()
+
+    # ── called in the thread, by commands ────────────────────────────────────────────────────────────────────────────
+
+    def emit(self, event: Event) -> None:
+        """Tell the loop, with the next batch."""
+        self._events.append(event)
+
+    def enqueue(self, peer: bytes, frames: Frames, key: str | None = None) -> None:
+        """Send, now or when the peer's queue has room."""
+        self._num_unkeyed += 1
+        place = self._num_unkeyed if key is None else key
+        backlog = self._backlog.setdefault(peer, {})
+        backlog.pop(place, None)
+        backlog[place] = frames
+        if len(backlog) == 1:
+            self._flush(peer)
+
+    def after(self, delay_s: float, command: Callable[[], None]) -> None:
+        """Have `command` carried out in the thread later."""
+        self._timers.append((time.monotonic() + delay_s, command))
 
     # ── the thread ───────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -189,6 +222,7 @@ class SocketThread:
                 self._receive(now)
             for peer in list(self._backlog):
                 self._flush(peer)
+            self._run_timers(now)
             if now >= next_beat:
                 next_beat = now + self._interval_s
                 self._beat()
@@ -203,7 +237,15 @@ class SocketThread:
         until = next_beat if self._stop_at is None else min(next_beat, self._stop_at)
         if self._backlog and self._routed:  # a ROUTER does not tell when one peer's queue has room again
             until = min(until, now + _RETRY_S)
+        until = min([until, *(when for when, _ in self._timers)])
         return max(0, int((until - now) * 1000) + 1)
+
+    def _run_timers(self, now: float) -> None:
+        due = [command for when, command in self._timers if when <= now]
+        if due:
+            self._timers = [timer for timer in self._timers if timer[0] > now]
+            for command in due:
+                command()
 
     # receiving
 
@@ -227,11 +269,16 @@ class SocketThread:
             message = decode_control(frames[0], len(frames) - 1)
             if isinstance(message, Data):
                 seq = message.seq
-                sample_id, sample = wire.decode(frames[1:], max_bytes=self._max_sample_bytes)
+                sample_id, record = wire.decode(frames[1:], max_bytes=self._max_sample_bytes)
                 nbytes = wire.num_bytes(frames[1:])
-                self._events.append(
-                    ArrivedSample(peer=peer, seq=seq, nbytes=nbytes, id=sample_id, sample=sample, frames=frames)
-                )
+                if isinstance(record, ClosedSeat):
+                    self._events.append(
+                        ArrivedClosure(peer=peer, seq=seq, nbytes=nbytes, id=sample_id, closed=record, frames=frames)
+                    )
+                else:
+                    self._events.append(
+                        ArrivedSample(peer=peer, seq=seq, nbytes=nbytes, id=sample_id, sample=record, frames=frames)
+                    )
             elif not isinstance(message, Heartbeat) or peer not in self._beating:
                 self._events.append(Arrived(peer=peer, message=message))
         except WireError as error:
@@ -239,7 +286,13 @@ class SocketThread:
 
     def _note_connection(self, monitor: zmq.Socket[bytes]) -> None:
         while monitor.poll(0):
-            if recv_monitor_message(monitor)["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED:
+            message = recv_monitor_message(monitor)
+            problem = curve.handshake_problem(message["event"], message["value"], self._keys)
+            if problem is not None:
+                self._events.append(Unreachable(problem=problem))
+                if message["event"] != zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL:  # libzmq gives up after the others
+                    self.after(_CONNECT_AGAIN_S, lambda: curve.connect_again(self._socket, self._address))
+            elif message["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED:
                 self._connected = True
                 self._events.append(Connected())
             else:
@@ -248,15 +301,6 @@ class SocketThread:
                 self._events.append(Disconnected(peer=SERVER))
 
     # sending
-
-    def _enqueue(self, peer: bytes, frames: Frames, key: str | None) -> None:
-        self._num_unkeyed += 1
-        place = self._num_unkeyed if key is None else key
-        backlog = self._backlog.setdefault(peer, {})
-        backlog.pop(place, None)
-        backlog[place] = frames
-        if len(backlog) == 1:
-            self._flush(peer)
 
     def _flush(self, peer: bytes) -> None:
         """Send what waits for the peer until its queue is full or its connection is found gone."""

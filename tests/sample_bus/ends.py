@@ -17,7 +17,7 @@ import zmq
 import zmq.asyncio
 
 from configs.schema import BusSettings
-from sample_bus.frames import Control, Data, Hello, decode_control, encode_control
+from sample_bus.frames import PROTOCOL, Control, Data, Hello, Open, Opened, decode_control, encode_control
 from sample_bus.open import open_hub, open_link
 from sample_bus.protocols import Hub, Link
 
@@ -40,17 +40,32 @@ def bus_settings(**changes: Any) -> BusSettings:
     )
 
 
-def hub_at(address: str, *, incarnation: str = "first", **changes: Any) -> AbstractAsyncContextManager[Hub]:
+def hub_at(
+    address: str, *, incarnation: str = "first", run_id: str = "run-1", **changes: Any
+) -> AbstractAsyncContextManager[Hub]:
     directory = Path(address.removeprefix("ipc://")).parent if address.startswith("ipc://") else Path("/nonexistent")
     return open_hub(
-        bus_settings(**changes), address=address, run="run", incarnation=incarnation, quarantine_dir=directory / "quarantine"
+        bus_settings(**changes),
+        address=address,
+        run="run",
+        run_id=run_id,
+        incarnation=incarnation,
+        quarantine_dir=directory / "quarantine",
     )
 
 
 def link_to(
-    address: str, *, name: str = "rollouter", role: Literal["rollouter", "console"] = "rollouter", **changes: Any
+    address: str,
+    *,
+    name: str = "rollouter",
+    role: Literal["rollouter", "console"] = "rollouter",
+    spool_dir: Path | None = None,
+    **changes: Any,
 ) -> AbstractAsyncContextManager[Link]:
-    return open_link(bus_settings(**changes), address=address, name=name, role=role)
+    """A rollouter's spool lies beside the socket, so that a link of the same name goes on with it."""
+    if spool_dir is None and address.startswith("ipc://"):
+        spool_dir = Path(address.removeprefix("ipc://")).parent / "spool"
+    return open_link(bus_settings(**changes), address=address, name=name, role=role, spool_dir=spool_dir)
 
 
 @asynccontextmanager
@@ -98,15 +113,18 @@ class RawClient:
 
     async def greet(self, **changes: Any) -> None:
         fields: dict[str, Any] = {
-            "protocol": 1,
+            "protocol": PROTOCOL,
             "greeting": 1,
             "name": self.name,
             "role": "rollouter",
-            "epoch": self.epoch,
-            "first_unreceived": 0,
-            "bytes_before": 0,
+            "process": self.epoch,
         }
         await self.say(Hello(**{**fields, **changes}))
+
+    async def open(self, *, committed: int = 0, next_seq: int = 0) -> Opened:
+        """Say that a stream stands there, and return the answer."""
+        await self.say(Open(greeting=1, epoch=self.epoch, committed=committed, next_seq=next_seq))
+        return await self.next(Opened)
 
     async def data(self, seq: int, frames: Sequence[bytes | memoryview]) -> None:
         await self.send([encode_control(Data(seq=seq)), *frames])

@@ -1,44 +1,72 @@
-"""The trainer's end of the bus over ZeroMQ: takes samples from one rollouter, answers requests, keeps the topics.
+"""The trainer's end of the bus: takes records from its producers, answers requests, keeps the topics.
 
-A thin shell: `inbox` accounts for samples, `clients` decides who is who, `answers` carries out requests, `zmq_io` owns the
-socket. Invariant: as `Consumer` and `ControlServer` say, whatever the clients do and however often they reconnect.
+A thin shell: `inbox` accounts for records, `clients` decides who is who, `answers` carries out requests, a carrier moves the
+frames. Invariant: as `Consumer` and `ControlServer` say, whatever the clients do and however often they reconnect.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import TypeVar
 
 import structlog
-import zmq
 
 from configs.schema import BusSettings
 from sample_bus import events
 from sample_bus.answers import Answers
+from sample_bus.carrier import Deliver, HubCarrier
 from sample_bus.clients import Client, Clients, Take, Turn, Wait
-from sample_bus.errors import AddressInUse, BusError, PeerLost
+from sample_bus.errors import BusError, PeerLost
 from sample_bus.feed import Feed
-from sample_bus.frames import Ack, Bye, Control, Heartbeat, Hello, Refused, Reply, Request, Reset, TopicValue, Welcome
-from sample_bus.inbox import Inbox, Verdict
+from sample_bus.frames import (
+    MAX_TEXT,
+    Ack,
+    Bye,
+    Control,
+    Heartbeat,
+    Hello,
+    Open,
+    Opened,
+    Refused,
+    Rejected,
+    Reply,
+    Request,
+    Reset,
+    TopicValue,
+    Welcome,
+)
+from sample_bus.inbox import Inbox, Place, Verdict
 from sample_bus.messages import Message
 from sample_bus.patience import patient
 from sample_bus.peers import LossReason, LostPeer, Role
-from sample_bus.protocols import ConsumerStatistics, Handler, Leased
+from sample_bus.position import BusPosition
+from sample_bus.protocols import ConsumerStatistics, Gone, Handler, Lease, Leased, LeasedClosure
 from sample_bus.quarantine import Quarantine
 from sample_bus.sample import SampleId
 from sample_bus.topics import TopicBoard, encode_body
-from sample_bus.zmq_io import FLUSH_S, SocketThread, set_options
 
 log = structlog.get_logger()
 M = TypeVar("M", bound=Message)
+FLUSH_S = 1.0
 
 
-class ZmqHub:
-    def __init__(self, bus: BusSettings, *, address: str, run: str, incarnation: str, quarantine: Quarantine) -> None:
+class BusHub:
+    def __init__(
+        self,
+        bus: BusSettings,
+        *,
+        run: str,
+        run_id: str,
+        incarnation: str,
+        quarantine: Quarantine,
+        open_carrier: Callable[[Deliver], HubCarrier],
+    ) -> None:
+        """Listens from now on. Raises what `open_carrier` raises."""
         self._bus = bus
-        self._address = address
         self._run = run
+        self._run_id = run_id
         self._incarnation = incarnation
         self._origin_version = 0
         self._quarantine = quarantine
@@ -48,42 +76,28 @@ class ZmqHub:
         self._clients = Clients()
         self._arrivals: Feed[str] = Feed()
         self._losses: Feed[LostPeer] = Feed()
+        self._gone: Feed[Gone] = Feed()
         self._board = TopicBoard()
         self._own_topics: set[str] = set()
         self._answers = Answers()
         self._failure: BusError | None = None
-        self._io: SocketThread
-
-    def open(self) -> None:
-        """Bind and start. Raises AddressInUse."""
-        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        socket = context.socket(zmq.ROUTER)
-        socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        set_options(socket, self._bus, self._address)
-        try:
-            socket.bind(self._address)
-        except zmq.ZMQError as error:
-            socket.close(linger=0)
-            context.term()
-            raise AddressInUse(f"{self._address}: cannot listen there: {error}") from error
-        self._address = socket.get_string(zmq.LAST_ENDPOINT).rstrip("\0")
-        self._io = SocketThread(context, socket, self._bus, name="hub", deliver=self._deliver)
-        self._io.start()
-        log.info("bus listens", address=self._address, incarnation=self._incarnation)
+        self._carrier = open_carrier(self._deliver)
+        self._carrier.start()
+        log.info("bus listens", address=self.address, run_id=run_id, incarnation=incarnation)
 
     async def close(self) -> None:
         """Say goodbye to all clients and free the address. Waits that are under way end with BusError."""
         for client in self._clients.connected:
-            self._io.send_control(client.peer, Bye(reason="the trainer closed the bus"))
+            self._carrier.send(client.peer, Bye(reason="the trainer closed the bus"))
         self._fail(BusError("the bus is closed"))
         try:
             await self._answers.close()
         finally:
-            await self._io.close(flush_s=FLUSH_S)
+            await self._carrier.close(flush_s=FLUSH_S)
 
-    # ── samples ──────────────────────────────────────────────────────────────────────────────────────────────────────
+    # ── records ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    async def lease(self) -> Leased:
+    async def lease(self) -> Lease:
         while (leased := self._inbox.lease()) is None:
             if self._failure is not None:
                 raise self._failure
@@ -93,9 +107,26 @@ class ZmqHub:
 
     def acknowledge(self, ids: Sequence[SampleId], *, dropped: bool = False) -> None:
         self._inbox.acknowledge(ids, dropped=dropped)
-        if ids and not self._ack_scheduled:
-            self._ack_scheduled = True
-            asyncio.get_running_loop().call_soon(self._send_ack)
+        if ids:
+            self._schedule_acks()
+
+    def position(self) -> BusPosition:
+        return self._inbox.position()
+
+    def seek(self, position: BusPosition) -> None:
+        self._inbox.seek(position)
+        for client in self._clients.rollouters:
+            client.epoch = None
+            self._carrier.close_streams(client.name)
+            self._ask_to_greet(client.peer)
+
+    def commit(self, position: BusPosition) -> None:
+        for stream in self._inbox.commit(position):
+            self._carrier.commit(position.of(stream.producer, stream.epoch))
+        self._schedule_acks()
+
+    def gone(self) -> AsyncIterator[Gone]:
+        return self._gone.follow()
 
     def consumer_statistics(self) -> ConsumerStatistics:
         return self._inbox.statistics()
@@ -108,12 +139,15 @@ class ZmqHub:
 
     @property
     def address(self) -> str:
-        return self._address
+        return self._carrier.address
+
+    @property
+    def run_id(self) -> str:
+        return self._run_id
 
     @property
     def rollouter(self) -> str | None:
-        client = self._clients.rollouter
-        return client.name if client is not None and client.connected else None
+        return next((client.name for client in self._clients.rollouters), None)
 
     async def wait_rollouter(self, timeout_s: float) -> str:
         async for waited_s in patient(self._arrivals, timeout_s):
@@ -122,8 +156,8 @@ class ZmqHub:
             if self.rollouter is not None:
                 return self.rollouter
             if waited_s is not None:
-                log.info("waiting for a rollouter", address=self._address, waited_s=waited_s, deadline_s=timeout_s)
-        raise PeerLost(f"no rollouter came to {self._address} within {timeout_s:g} s")
+                log.info("waiting for a rollouter", address=self.address, waited_s=waited_s, deadline_s=timeout_s)
+        raise PeerLost(f"no rollouter came to {self.address} within {timeout_s:g} s")
 
     def rollouter_lost(self) -> AsyncIterator[LostPeer]:
         return self._losses.follow()
@@ -151,10 +185,13 @@ class ZmqHub:
     # ── what arrives ─────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _deliver(self, batch: list[events.Event]) -> None:
+        now = time.time()
         for event in batch:
             match event:
                 case events.ArrivedSample():
-                    self._take_sample(event)
+                    self._take(event, Leased(id=event.id, sample=event.sample, nbytes=event.nbytes, received_at=now))
+                case events.ArrivedClosure():
+                    self._take(event, LeasedClosure(id=event.id, closed=event.closed, nbytes=event.nbytes, received_at=now))
                 case events.Malformed():
                     self._reject(event)
                 case events.Arrived():
@@ -167,38 +204,50 @@ class ZmqHub:
                     self._carry_out(self._clients.heard(event.peer))
                 case events.Crashed():
                     self._fail(BusError(f"the bus failed: {event.error}"))
-                case events.Connected():
+                case events.Unreachable():
+                    log.warning("the bus cannot be reached", address=self.address, problem=event.problem)
+                case _:
                     pass
-        if any(isinstance(event, events.ArrivedSample | events.Malformed) for event in batch):
-            self._send_ack()
+        if any(isinstance(event, events.ArrivedSample | events.ArrivedClosure | events.Malformed) for event in batch):
+            self._send_acks()
 
-    def _take_sample(self, event: events.ArrivedSample) -> None:
-        client = self._clients.at(event.peer)
-        if client is None or client.role is not Role.ROLLOUTER:
-            self._ask_to_greet(event.peer)
-            return
-        expected = SampleId(client.name, client.epoch, event.seq)
-        if event.id != expected:
-            error = f"id: got {event.id}, expected {expected}"
-            self._reject(events.Malformed(peer=event.peer, seq=event.seq, error=error, frames=event.frames))
-            return
-        verdict = self._inbox.take(Leased(id=event.id, sample=event.sample, nbytes=event.nbytes))
+    def _take(self, event: events.ArrivedSample | events.ArrivedClosure, lease: Lease) -> None:
+        """Account for a record; one from a socket must be of the stream that its sender opened."""
+        if event.peer != events.STREAM:
+            client = self._clients.at(event.peer)
+            if client is None or client.role is not Role.ROLLOUTER or client.epoch is None:
+                self._ask_to_greet(event.peer)
+                return
+            expected = SampleId(client.name, client.epoch, event.seq)
+            if event.id != expected:
+                error = f"id: got {event.id}, expected {expected}"
+                self._reject(events.Malformed(peer=event.peer, seq=event.seq, error=error, frames=event.frames))
+                return
+        verdict = self._inbox.take(lease)
         if verdict is Verdict.TAKEN:
             self._arrived.set()
         elif verdict is not Verdict.DUPLICATE:
-            log.warning("sample not taken", source=client.name, seq=event.seq, reason=verdict.value)
-            self._ask_to_greet(event.peer)
+            log.warning("record not taken", producer=event.id.producer, seq=event.seq, reason=verdict.value)
+            if event.peer != events.STREAM:
+                self._ask_to_greet(event.peer)
 
     def _reject(self, event: events.Malformed) -> None:
-        """Count and keep what did not decode; if it has a place in a stream, the stream goes on after it."""
+        """Count and keep what did not decode; if it has a place in a stream, the stream goes on after it and its producer is
+        told."""
         client = self._clients.at(event.peer)
-        if client is not None and client.role is Role.ROLLOUTER and event.seq is not None:
-            verdict = self._inbox.skip((client.name, client.epoch), event.seq, event.nbytes)
+        place = event.place
+        if place is None and client is not None and client.epoch is not None:
+            place = (client.name, client.epoch)
+        if place is not None and event.seq is not None:
+            verdict = self._inbox.skip(place, event.seq, event.nbytes)
             if verdict is not Verdict.TAKEN:
                 return
+            producer = self._clients.named(place[0])
+            if producer is not None and producer.connected:
+                self._carrier.send(producer.peer, Rejected(seq=event.seq, error=event.error[:MAX_TEXT]))
         else:
             self._inbox.count_rejected()
-        source = client.name if client is not None else f"unknown client {event.peer.hex()}"
+        source = place[0] if place is not None else client.name if client is not None else f"unknown client {event.peer.hex()}"
         path = self._quarantine.keep([bytes(frame) for frame in event.frames], event.error, source)
         tell = log.debug if path is None else log.warning  # one line for each that is kept: a flood does not fill the log too
         tell("message rejected", source=source, seq=event.seq, error=event.error, kept=str(path))
@@ -216,7 +265,9 @@ class ZmqHub:
             else:
                 log.warning("topic refused", source=client.name, topic=message.name)
         elif isinstance(message, Request):
-            self._answers.answer((client.name, client.epoch), message, lambda reply: self._reply(client.epoch, reply))
+            self._answers.answer((client.name, client.process), message, lambda reply: self._reply(client.process, reply))
+        elif isinstance(message, Open):
+            self._open_stream(client, message)
         elif isinstance(message, Bye):
             self._note_gone(peer, LossReason.LEFT, 0.0)
         elif not isinstance(message, Heartbeat):
@@ -226,12 +277,12 @@ class ZmqHub:
         message = TopicValue(name=topic, revision=self._board.set(topic, value), value=value)
         for client in self._clients.connected:
             if client is not source:
-                self._io.send_control(client.peer, message, key=f"topic {topic}")
+                self._carrier.send(client.peer, message, key=f"topic {topic}")
 
-    def _reply(self, epoch: int, reply: Reply) -> None:
+    def _reply(self, process: int, reply: Reply) -> None:
         for client in self._clients.connected:
-            if client.epoch == epoch:
-                self._io.send_control(client.peer, reply)
+            if client.process == process:
+                self._carrier.send(client.peer, reply)
 
     # ── clients that come and go ─────────────────────────────────────────────────────────────────────────────────────
 
@@ -242,45 +293,63 @@ class ZmqHub:
                     self._welcome(decision)
                 case Turn():
                     log.warning("client refused", name=decision.hello.name, reason=decision.reason)
-                    self._io.send_control(decision.peer, Refused(greeting=decision.hello.greeting, reason=decision.reason))
+                    self._carrier.send(decision.peer, Refused(greeting=decision.hello.greeting, reason=decision.reason))
                 case Wait():
-                    self._io.probe(decision.probe)
+                    self._carrier.probe(decision.probe)
 
     def _welcome(self, take: Take) -> None:
         client, hello = take.client, take.hello
         for peer in take.gone:
-            self._io.forget(peer)
-        self._io.track(client.peer)
-        if client.role is Role.ROLLOUTER:
-            self._inbox.open_stream(
-                (client.name, client.epoch), first_unreceived=hello.first_unreceived, bytes_before=hello.bytes_before
-            )
+            self._carrier.forget(peer)
+        self._carrier.track(client.peer)
         if take.replaced is not None:
-            log.warning("rollouter replaced", before=take.replaced.name, now=client.name)
-            self._losses.add(
-                LostPeer(name=take.replaced.name, reason=LossReason.REPLACED, silent_s=0.0, epoch=take.replaced.epoch)
-            )
-        self._io.send_control(client.peer, self._welcome_message(client, hello.greeting))
-        log.info("client connected", name=client.name, role=client.role.value)
-        if client.role is Role.ROLLOUTER:
-            self._arrivals.add(client.name)
-
-    def _welcome_message(self, client: Client, greeting: int) -> Welcome:
-        nothing = Ack(received=0, settled=0, limit_samples=0, limit_bytes=0)
-        return Welcome(
-            greeting=greeting,
+            log.warning("rollouter replaced", name=client.name)
+            self._lose(take.replaced, LossReason.REPLACED, 0.0)
+        welcome = Welcome(
+            greeting=hello.greeting,
             incarnation=self._incarnation,
             run=self._run,
-            ack=self._ack(client) if client.role is Role.ROLLOUTER else nothing,
+            run_id=self._run_id,
             max_sample_bytes=min(self._bus.max_sample_bytes, self._bus.max_queued_bytes),
-            origin_version=self._origin_version,
-            accounted=self._inbox.accounted,
-            dropped=self._inbox.dropped,
             topics=[
                 TopicValue(name=name, revision=retained.revision, value=retained.value)
                 for name, retained in self._board.items()
             ],
         )
+        self._carrier.send(client.peer, welcome)
+        log.info("client connected", name=client.name, role=client.role.value)
+
+    def _open_stream(self, client: Client, message: Open) -> None:
+        """A producer said where its stream stands: go on from where it stands here."""
+        if client.role is not Role.ROLLOUTER:
+            log.warning("stream refused", source=client.name, role=client.role.value)
+            return
+        place = (client.name, message.epoch)
+        gone = self._inbox.open_stream(place, committed=message.committed)
+        if gone is not None:
+            log.error(
+                "records are gone: their producer has freed them and no checkpoint here covers them",
+                producer=gone.producer,
+                first=gone.first,
+                last=gone.last,
+                num_records=gone.num_records,
+            )
+            self._gone.add(gone)
+        client.epoch, client.next_seq = message.epoch, message.next_seq
+        ack = self._ack(place)
+        self._carrier.send(
+            client.peer,
+            Opened(
+                greeting=message.greeting,
+                ack=ack,
+                origin_version=self._origin_version,
+                accounted=self._inbox.accounted(place, message.next_seq),
+                dropped=self._inbox.dropped,
+            ),
+        )
+        self._carrier.open_stream(client.name, message.epoch, ack.received)
+        self._carrier.room(client.name, ack.limit_samples)
+        self._arrivals.add(client.name)
 
     def _note_disconnected(self, peer: bytes) -> None:
         client = self._clients.at(peer)
@@ -293,32 +362,44 @@ class ZmqHub:
 
     def _note_gone(self, peer: bytes, reason: LossReason, silent_s: float) -> None:
         client = self._clients.at(peer)
-        self._io.forget(peer)
+        self._carrier.forget(peer)
         if client is not None:
             log.info("client gone", name=client.name, role=client.role.value, reason=reason.value, silent_s=round(silent_s, 1))
-            if client is self._clients.rollouter:
-                self._losses.add(LostPeer(name=client.name, reason=reason, silent_s=silent_s, epoch=client.epoch))
+            if client is self._clients.named(client.name):
+                self._lose(client, reason, silent_s)
         self._carry_out(self._clients.left(peer))
 
+    def _lose(self, client: Client, reason: LossReason, silent_s: float) -> None:
+        self._losses.add(LostPeer(name=client.name, reason=reason, silent_s=silent_s, epoch=client.epoch or 0))
+
     def _ask_to_greet(self, peer: bytes) -> None:
-        self._io.send_control(peer, Reset(), key="reset")
+        self._carrier.send(peer, Reset(), key="reset")
 
     # ── credit ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def _ack(self, client: Client) -> Ack:
-        position = self._inbox.position((client.name, client.epoch))
+    def _ack(self, place: Place) -> Ack:
+        standing = self._inbox.standing(place)
         return Ack(
-            received=position.received,
-            settled=position.settled,
-            limit_samples=position.credit.samples,
-            limit_bytes=position.credit.num_bytes,
+            received=standing.received,
+            settled=standing.settled,
+            committed=standing.committed,
+            limit_samples=standing.credit.samples,
+            room_bytes=standing.credit.room_bytes,
         )
 
-    def _send_ack(self) -> None:
+    def _schedule_acks(self) -> None:
+        """Tell all producers once what this turn of the loop settles."""
+        if not self._ack_scheduled:
+            self._ack_scheduled = True
+            asyncio.get_running_loop().call_soon(self._send_acks)
+
+    def _send_acks(self) -> None:
         self._ack_scheduled = False
-        client = self._clients.rollouter
-        if client is not None and client.connected:
-            self._io.send_control(client.peer, self._ack(client), key="ack")
+        for client in self._clients.rollouters:
+            if client.epoch is not None:
+                ack = self._ack((client.name, client.epoch))
+                self._carrier.send(client.peer, ack, key="ack")
+                self._carrier.room(client.name, ack.limit_samples)
 
     def _fail(self, failure: BusError) -> None:
         self._failure = self._failure or failure
@@ -326,3 +407,4 @@ class ZmqHub:
         self._arrivals.pulse()
         self._board.close()
         self._losses.close()
+        self._gone.close()
