@@ -87,7 +87,10 @@ def _new_keys(arguments: argparse.Namespace) -> int:
     from sample_bus.errors import BusError
 
     try:
-        text = new_client(arguments.directory, arguments.client) if arguments.client else new_keys(arguments.directory)
+        if arguments.client is None:
+            text = new_keys(arguments.directory)
+        else:
+            text = new_client(arguments.directory, arguments.client)
     except ConfigError as error:
         return _refuse("keys new", error, 2)
     except (ConsoleError, BusError) as error:
