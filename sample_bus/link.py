@@ -89,7 +89,7 @@ class BusLink:
         self._may_offer()
         sample.validate()
         parts = wire.prepare(sample, self._name)
-        return await self._put(parts, f"sample of rollout {sample.rollout_id} ({sample.num_tokens} tokens)")
+        return await self._put(parts, f"sample of rollout {sample.rollout_id}", f" ({sample.num_tokens} tokens)")
 
     async def close_seat(self, closed: ClosedSeat) -> SampleId:
         """As `Producer.close_seat`."""
@@ -126,11 +126,11 @@ class BusLink:
         if END_TOPIC in self._board:
             raise self._ended()
 
-    async def _put(self, parts: Parts, what: str) -> SampleId:
+    async def _put(self, parts: Parts, what: str, size: str = "") -> SampleId:
         nbytes = wire.PREFIX_BYTES + wire.num_bytes(parts)
         if nbytes > self._max_sample_bytes:
             raise SampleTooLarge(
-                f"{what}: {nbytes} bytes, the bus carries at most {self._max_sample_bytes} "
+                f"{what}: {nbytes} bytes{size}, the bus carries at most {self._max_sample_bytes} "
                 "(bus.max_sample_bytes, bus.max_queued_bytes)"
             )
         offer = Offer(parts, nbytes, asyncio.get_running_loop().create_future())

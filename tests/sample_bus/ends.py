@@ -19,7 +19,7 @@ import zmq.asyncio
 from configs.schema import BusSettings
 from sample_bus.frames import PROTOCOL, Control, Data, Hello, Open, Opened, decode_control, encode_control
 from sample_bus.open import open_hub, open_link
-from sample_bus.protocols import Hub, Link
+from sample_bus.protocols import Hub, Leased, Link
 
 T = TypeVar("T")
 C = TypeVar("C", bound=Control)
@@ -86,6 +86,13 @@ async def until(condition: Callable[[], bool]) -> None:
 async def soon(awaitable: Awaitable[T]) -> T:
     async with asyncio.timeout(HANG_S):
         return await awaitable
+
+
+async def lease(hub: Hub) -> Leased:
+    """The next record, which must be a sample."""
+    leased = await soon(hub.lease())
+    assert isinstance(leased, Leased)
+    return leased
 
 
 class RawClient:

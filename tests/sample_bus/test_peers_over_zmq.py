@@ -13,7 +13,7 @@ from sample_bus.frames import Refused as RefusedMessage
 from sample_bus.messages import Accepted, EndOfRun, EndReason, RollouterState, RollouterStatus
 from sample_bus.peers import LossReason, PeerState
 from tests.fakes.samples import make_sample
-from tests.sample_bus.ends import Child, RawClient, hub_at, link_to, pair, soon, until
+from tests.sample_bus.ends import Child, RawClient, hub_at, lease, link_to, pair, soon, until
 
 
 async def test_busy_event_loop_is_no_loss_of_either_end(address: str) -> None:
@@ -39,10 +39,8 @@ async def test_stopped_trainer_is_lost_and_taken_up_again_when_it_goes_on(addres
             assert (await soon(lost)).silent_s >= 0.8
             assert link.peer_state is PeerState.LOST
             offer = asyncio.create_task(link.offer(make_sample(task_id="after the stop")))
-            await asyncio.sleep(0.2)
-            assert not offer.done()
+            await soon(offer)  # it is durable, and waits here
             child.signal(signal.SIGCONT)
-            await soon(offer)
             assert (await child.heard("leased"))["task_id"] == "after the stop"
             assert link.peer_state is PeerState.CONNECTED
             assert link.resumption is not None
@@ -52,7 +50,7 @@ async def test_stopped_trainer_is_lost_and_taken_up_again_when_it_goes_on(addres
 
 
 async def test_killed_trainer_is_replaced_by_its_next_incarnation_and_waiting_offers_reach_that(address: str) -> None:
-    """Offers that the old trainer did not confirm are not lost, and its socket file does not stop the new one."""
+    """What the old trainer held is not lost, and its socket file does not stop the new one."""
     socket_file = Path(address.removeprefix("ipc://"))
     first = await Child.start("hub", address, "one")
     await first.heard("open")
@@ -71,8 +69,8 @@ async def test_killed_trainer_is_replaced_by_its_next_incarnation_and_waiting_of
             hub.set_origin(17, accounted=100)
             resumption = await soon(anext(resumptions))
             assert (resumption.incarnation, resumption.dropped) == ("two", 0)
-            received = [(await soon(hub.lease())).sample.task_id for _ in range(8)]
-            assert received == [f"t{n}" for n in range(4, 12)]
+            received = [taken.sample.task_id for taken in [await lease(hub) for _ in range(12)]]
+            assert received == [f"t{n}" for n in range(12)]  # what the old one held was never committed
             await soon(asyncio.gather(*offers))
 
 
@@ -84,7 +82,7 @@ async def test_resumption_tells_what_the_trainer_accounts_for(address: str) -> N
                 await soon(link.offer(make_sample()))
             assert link.resumption is not None
             assert (link.resumption.origin_version, link.resumption.accounted) == (17, 100)
-            leased = [await soon(hub.lease()) for _ in range(4)]
+            leased = [await lease(hub) for _ in range(4)]
         hub.acknowledge([leased[0].id, leased[1].id])
         hub.acknowledge([leased[2].id], dropped=True)
         async with link_to(address, name="after") as link:
@@ -104,7 +102,7 @@ async def test_killed_rollouter_is_reported_silent_and_what_it_had_confirmed_arr
         assert lost.silent_s >= 0.8
         assert hub.rollouter is None
         for number in range(128):
-            leased = await soon(hub.lease())
+            leased = await lease(hub)
             assert leased.sample.task_id == f"burst-{number}"
             assert leased.nbytes > 27_000
             await asyncio.sleep(0.001)
@@ -123,7 +121,7 @@ async def test_rollouter_that_comes_back_replaces_the_killed_one(address: str) -
             await until(lambda: sum(offer.done() for offer in offers) == 3)  # the dead one's samples still fill the queue
             assert hub.consumer_statistics().queued == 8
             for number in range(9):
-                leased = await soon(hub.lease())
+                leased = await lease(hub)
                 assert leased.sample.task_id == (f"same name-{number}" if number < 5 else f"new-{number - 5}")
                 hub.acknowledge([leased.id])
             await soon(asyncio.gather(*offers))
@@ -149,25 +147,38 @@ async def test_stopped_rollouter_is_lost_and_goes_on_as_the_same_one(address: st
 
 
 async def test_second_rollouter_is_refused_by_name_and_the_first_goes_on(address: str) -> None:
-    async with pair(address) as (hub, first), link_to(address, name="second") as second:
-        with pytest.raises(Refused, match="refuses 'second': rollouter 'rollouter' is connected and alive"):
+    async with pair(address) as (hub, first), link_to(address) as second:
+        with pytest.raises(Refused, match="refuses 'rollouter': rollouter 'rollouter' is connected and alive"):
             await second.wait_connected(30)
         assert second.peer_state is PeerState.REFUSED
         with pytest.raises(Refused):
             await second.offer(make_sample())
         await soon(first.offer(make_sample(task_id="still here")))
-        assert (await soon(hub.lease())).sample.task_id == "still here"
+        assert (await lease(hub)).sample.task_id == "still here"
 
 
-async def test_rollouter_waits_for_a_stopped_ones_place_and_gets_it(address: str) -> None:
+async def test_rollouter_waits_for_a_stopped_ones_place_and_gets_it(address: str, tmp_path: Path) -> None:
     async with hub_at(address, heartbeat_timeout_s=0.8) as hub:
-        child = await Child.start("rollouter", address, "stopped", "1", "10")
+        child = await Child.start("rollouter", address, "rollouter", "1", "10")
+        try:
+            await child.heard("offered")
+            losses = hub.rollouter_lost()
+            child.signal(signal.SIGSTOP)
+            async with link_to(address, spool_dir=tmp_path) as link:
+                await link.wait_connected(30)
+                assert hub.rollouter == "rollouter"
+                assert (await soon(anext(losses))).reason in (LossReason.SILENT, LossReason.REPLACED)
+
+
+async def test_successor_of_a_process_that_still_holds_the_spool_is_refused_by_name(address: str) -> None:
+    async with hub_at(address, heartbeat_timeout_s=0.8):
+        child = await Child.start("rollouter", address, "rollouter", "1", "10")
         try:
             await child.heard("offered")
             child.signal(signal.SIGSTOP)
-            async with link_to(address, name="next") as link:
-                await link.wait_connected(30)
-                assert hub.rollouter == "next"
+            async with link_to(address) as link:
+                with pytest.raises(BusError, match="spool/run-1/rollouter: another process offers samples from this spool"):
+                    await link.wait_connected(30)
         finally:
             await child.kill()
 
@@ -176,7 +187,7 @@ async def test_client_of_another_protocol_is_refused_with_both_numbers(address: 
     async with hub_at(address):
         with RawClient(address) as client:
             await client.greet(protocol=99)
-            assert "protocol 99, the trainer 1" in (await client.next(RefusedMessage)).reason
+            assert "protocol 99, the trainer 2" in (await client.next(RefusedMessage)).reason
 
 
 async def test_rollouter_that_leaves_is_reported_at_once(address: str) -> None:
@@ -261,20 +272,20 @@ async def test_second_trainer_at_an_address_is_refused_and_the_first_goes_on(add
             async with hub_at(address):
                 pass
         await soon(link.offer(make_sample()))
-        assert (await soon(hub.lease())).id.seq == 0
+        assert (await lease(hub)).id.seq == 0
 
 
 async def test_closed_ends_leave_no_file_behind(address: str) -> None:
     directory = Path(address.removeprefix("ipc://")).parent
     async with pair(address):
         assert (directory / "bus").is_socket()
-    assert list(directory.iterdir()) == []
+    assert [path.name for path in directory.iterdir()] == ["spool"]
 
 
-async def test_tcp_carries_the_bus_on_loopback_at_a_port_of_its_own(address: str) -> None:
-    async with hub_at("tcp://127.0.0.1:0") as hub, link_to(hub.address) as link:
+async def test_tcp_carries_the_bus_on_loopback_at_a_port_of_its_own(tmp_path: Path) -> None:
+    async with hub_at("tcp://127.0.0.1:0") as hub, link_to(hub.address, spool_dir=tmp_path) as link:
         await soon(link.offer(make_sample(task_id="over tcp")))
-        assert (await soon(hub.lease())).sample.task_id == "over tcp"
+        assert (await lease(hub)).sample.task_id == "over tcp"
         with pytest.raises(AddressInUse, match="cannot listen"):
             async with hub_at(hub.address):
                 pass

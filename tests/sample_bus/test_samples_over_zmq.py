@@ -15,7 +15,7 @@ from sample_bus.messages import EndOfRun, EndReason
 from sample_bus.protocols import Leased
 from sample_bus.sample import SampleId
 from tests.fakes.samples import make_sample
-from tests.sample_bus.ends import RawClient, hub_at, link_to, pair, soon, until
+from tests.sample_bus.ends import RawClient, hub_at, lease, link_to, pair, soon, until
 
 
 async def test_samples_arrive_in_the_order_of_their_offers_and_unchanged(address: str) -> None:
@@ -23,7 +23,7 @@ async def test_samples_arrive_in_the_order_of_their_offers_and_unchanged(address
     async with pair(address) as (hub, link):
         offers = [asyncio.create_task(link.offer(sample)) for sample in samples]
         for index, sample in enumerate(samples):
-            leased = await soon(hub.lease())
+            leased = await lease(hub)
             assert (leased.id.producer, leased.id.seq) == ("rollouter", index)
             for name in ("tokens", "loss_mask", "behavior_logprobs", "version_starts", "versions"):
                 np.testing.assert_array_equal(getattr(leased.sample, name), getattr(sample, name))
@@ -39,7 +39,7 @@ async def test_sample_offered_before_the_trainer_exists_is_the_first_to_arrive(a
         await asyncio.sleep(0.5)
         assert not any(offer.done() for offer in offers)
         async with hub_at(address) as hub:
-            assert [(await soon(hub.lease())).sample.task_id for _ in range(5)] == [f"t{index}" for index in range(5)]
+            assert [(await lease(hub)).sample.task_id for _ in range(5)] == [f"t{index}" for index in range(5)]
             await soon(asyncio.gather(*offers))
 
 
@@ -54,7 +54,7 @@ async def test_unsettled_samples_never_exceed_the_limit_and_none_is_dropped(addr
         assert sum(offer.done() for offer in offers) == 10
         order = []
         while len(order) < 50:
-            leased = await soon(hub.lease())
+            leased = await lease(hub)
             order.append(leased.sample.task_id)
             assert hub.consumer_statistics().queued <= 10
             assert link.producer_statistics().unsettled <= 10
@@ -68,7 +68,7 @@ async def test_unsettled_bytes_never_exceed_the_limit(address: str) -> None:
     async with pair(address, max_queued_bytes=limit) as (hub, link):
         offers = [asyncio.create_task(link.offer(make_sample(reply=[3] * 1000))) for _ in range(20)]
         for _ in range(20):
-            leased = await soon(hub.lease())
+            leased = await lease(hub)
             assert leased.nbytes <= hub.consumer_statistics().queued_bytes <= limit
             assert link.producer_statistics().waiting + hub.consumer_statistics().received <= 20
             hub.acknowledge([leased.id])
@@ -82,7 +82,7 @@ async def test_credit_returns_whatever_the_order_of_acknowledgements(address: st
         offers = [asyncio.create_task(link.offer(make_sample())) for _ in range(1000)]
         held: list[Leased] = []
         for _ in range(1000):
-            held.append(await soon(hub.lease()))
+            held.append(await lease(hub))
             if len(held) == 64 or shuffle.random() < 0.1:
                 shuffle.shuffle(held)
                 settled, held = held[: len(held) // 2 + 1], held[len(held) // 2 + 1 :]
@@ -96,7 +96,7 @@ async def test_credit_returns_whatever_the_order_of_acknowledgements(address: st
 async def test_acknowledging_what_is_not_leased_is_refused_and_settles_nothing(address: str) -> None:
     async with pair(address) as (hub, link):
         await soon(link.offer(make_sample()))
-        leased = await soon(hub.lease())
+        leased = await lease(hub)
         with pytest.raises(BusError, match="not leased"):
             hub.acknowledge([leased.id, leased.id._replace(seq=1)])
         with pytest.raises(BusError, match="named twice"):
@@ -113,7 +113,7 @@ async def test_sample_beyond_the_limit_is_refused_by_name_and_the_next_one_arriv
         with pytest.raises(SampleTooLarge, match=r"task-0/0/0: \d+ bytes \(100003 tokens\), the bus carries at most 65536"):
             await soon(link.offer(make_sample(reply=[1] * 100_000)))
         await soon(link.offer(make_sample(task_id="small")))
-        assert (await soon(hub.lease())).sample.task_id == "small"
+        assert (await lease(hub)).sample.task_id == "small"
 
 
 async def test_the_trainers_smaller_limit_holds_at_the_producer(address: str) -> None:
@@ -122,7 +122,7 @@ async def test_the_trainers_smaller_limit_holds_at_the_producer(address: str) ->
         with pytest.raises(SampleTooLarge, match="at most 131072"):
             await soon(link.offer(make_sample(reply=[1] * 50_000)))
         await soon(link.offer(make_sample()))
-        assert (await soon(hub.lease())).sample.num_tokens == 5
+        assert (await lease(hub)).sample.num_tokens == 5
 
 
 async def test_large_sample_travels_in_frames_of_its_own(address: str) -> None:
@@ -130,7 +130,7 @@ async def test_large_sample_travels_in_frames_of_its_own(address: str) -> None:
     sample = make_sample(reply=np.arange(3_000_000), logprobs=np.linspace(-9, 0, 3_000_000))
     async with pair(address) as (hub, link):
         offer = asyncio.create_task(link.offer(sample))
-        leased = await soon(hub.lease())
+        leased = await lease(hub)
         np.testing.assert_array_equal(leased.sample.behavior_logprobs, sample.behavior_logprobs)
         assert leased.nbytes > 27_000_000
         await soon(offer)
@@ -154,7 +154,7 @@ async def test_cancelled_offer_that_waited_for_credit_never_arrives(address: str
         await until(lambda: link.producer_statistics().waiting == 2)
         waiting.cancel()
         for expected in ("first", "last"):
-            leased = await soon(hub.lease())
+            leased = await lease(hub)
             assert leased.sample.task_id == expected
             hub.acknowledge([leased.id])
         assert (await soon(last)).seq == 1
@@ -186,7 +186,7 @@ async def test_lease_that_is_cancelled_takes_no_sample_away(address: str) -> Non
             ]
             await soon(offer)
         while len(taken) < 40:
-            taken.append(await soon(hub.lease()))
+            taken.append(await lease(hub))
         assert sorted(leased.id.seq for leased in taken) == list(range(40))
 
 
@@ -215,7 +215,7 @@ async def test_garbage_is_counted_and_kept_and_the_stream_goes_on(address: str) 
                 await vandal.send(frames)
             await until(lambda: hub.consumer_statistics().rejected >= len(garbage) - 5)
         await soon(link.offer(make_sample(task_id="survivor")))
-        assert (await soon(hub.lease())).sample.task_id == "survivor"
+        assert (await lease(hub)).sample.task_id == "survivor"
 
 
 async def test_undecodable_sample_gives_its_credit_back_and_its_bytes_are_kept(address: str) -> None:
@@ -224,7 +224,8 @@ async def test_undecodable_sample_gives_its_credit_back_and_its_bytes_are_kept(a
     async with hub_at(address, max_queued_samples=2) as hub:
         with RawClient(address) as client:
             await client.greet()
-            assert (await client.next(Welcome)).ack.limit_samples == 2
+            await client.next(Welcome)
+            assert (await client.open()).ack.limit_samples == 2
             await client.data(0, good[0])
             await client.data(1, bad)
             ack = await client.next(Ack)
@@ -232,7 +233,7 @@ async def test_undecodable_sample_gives_its_credit_back_and_its_bytes_are_kept(a
                 ack = await client.next(Ack)
             assert (ack.settled, ack.limit_samples) == (1, 3)
             await client.data(2, good[2])
-            assert [(await soon(hub.lease())).sample.task_id for _ in range(2)] == ["t0", "t2"]
+            assert [(await lease(hub)).sample.task_id for _ in range(2)] == ["t0", "t2"]
             assert hub.consumer_statistics().rejected == 1
     (path,) = (Path(address.removeprefix("ipc://")).parent / "quarantine").glob("*.msgpack")
     kept = msgpack.unpackb(path.read_bytes())
@@ -249,12 +250,13 @@ async def test_repeated_sample_is_leased_once_and_a_gap_asks_for_a_greeting(addr
             assert hub.consumer_statistics().received == 0
             await client.greet()
             await client.next(Welcome)
+            await client.open()
             await client.data(0, frames[0])
             await client.data(0, frames[0])
             await client.data(2, frames[2])
             await client.next(Reset)
             await client.data(1, frames[1])
-            assert [(await soon(hub.lease())).sample.task_id for _ in range(2)] == ["t0", "t1"]
+            assert [(await lease(hub)).sample.task_id for _ in range(2)] == ["t0", "t1"]
             assert (hub.consumer_statistics().received, hub.consumer_statistics().duplicates) == (2, 1)
 
 
@@ -263,6 +265,7 @@ async def test_producer_that_ignores_its_credit_is_not_obeyed(address: str) -> N
         with RawClient(address) as client:
             await client.greet()
             await client.next(Welcome)
+            await client.open()
             for seq in range(4):
                 await client.data(seq, wire.encode(make_sample(), SampleId("raw", 7, seq)))
             await client.next(Reset)
@@ -274,6 +277,7 @@ async def test_sample_under_another_producers_name_is_rejected(address: str) -> 
         with RawClient(address) as client:
             await client.greet()
             await client.next(Welcome)
+            await client.open()
             await client.data(0, wire.encode(make_sample(), SampleId("somebody else", 7, 0)))
             await until(lambda: hub.consumer_statistics().rejected == 1)
             assert (await client.next(Ack)).received == 1
