@@ -1,64 +1,92 @@
 """Group assembly: siblings meet here before they are trained. Pure: no clock, no waiting.
 
-Invariant: a group leaves exactly once, either whole (every seat filled by one sample) or closed with a reason; a sample that
-comes for a closed group or a filled seat is handed back as dropped with its reason.
+Invariant: a group leaves exactly once, whole (each seat has brought its sample or its closed seat, and enough samples are left
+to train) or given up with a reason; a record that comes for a group that has left, or for a seat that is taken, is handed back
+as dropped with its reason. So a group cannot wedge: every admitted rollout brings exactly one of the two.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Literal
 
-from sample_bus.protocols import Leased
+from sample_bus.closed_seat import ClosedSeat
+from sample_bus.protocols import Lease, Leased, LeasedClosure
+from sample_bus.sample import Sample, SampleId
 
-_REMEMBERED_CLOSED_GROUPS = 65536
+REMEMBERED_CLOSED_GROUPS = 65536
+"""Groups that have left, newest ones: a record that comes for one of them is known for what it is."""
+
+GroupKey = tuple[str, str]
+"""(producer, group id): each producer numbers its groups by itself."""
+OnFailedSeat = Literal["train_survivors", "drop", "refill"]
 
 
 class DropReason(StrEnum):
-    """Why the trainer let a sample go untrained."""
+    """Why the trainer let a record go untrained."""
 
     STALE = "stale"
     GROUP_INCOMPLETE = "group incomplete"
     DUPLICATE_SEAT = "duplicate seat"
     PRODUCER_LOST = "producer lost"
     UNFINISHED = "run ended"
+    LOST_WITH_TRAINER = "lost with a trainer"
+    """Settled by an earlier process whose effect no checkpoint holds, and kept by nobody any more."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Group:
-    """All siblings of one task, by seat."""
+    """The siblings of one task that are to be trained, by seat."""
 
     group_id: str
     members: tuple[Leased, ...]
+    closures: tuple[LeasedClosure, ...] = ()
+    """Seats that stayed empty; settled with the group."""
 
     @property
     def oldest_version(self) -> int:
         return min(leased.sample.oldest_version for leased in self.members)
 
+    @property
+    def records(self) -> tuple[Lease, ...]:
+        return (*self.members, *self.closures)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dropped:
-    """Samples to settle untrained."""
+    """Records to settle untrained."""
 
     reason: DropReason
-    members: tuple[Leased, ...]
+    records: tuple[Lease, ...]
+
+    @property
+    def samples(self) -> list[SampleId]:
+        return [lease.id for lease in self.records if isinstance(lease, Leased)]
+
+    @property
+    def closures(self) -> list[SampleId]:
+        return [lease.id for lease in self.records if isinstance(lease, LeasedClosure)]
 
 
 @dataclass(slots=True)
 class _Open:
     size: int
     producer_epoch: tuple[str, int]
-    seats: dict[int, Leased] = field(default_factory=dict)
+    seats: dict[int, Lease] = field(default_factory=dict)
 
 
 class GroupAssembler:
-    """Collects samples by group."""
+    """Collects records by group."""
 
-    def __init__(self) -> None:
-        self._open: OrderedDict[str, _Open] = OrderedDict()
-        self._closed: OrderedDict[str, DropReason] = OrderedDict()
+    def __init__(self, *, on_failed_seat: OnFailedSeat = "train_survivors", min_survivors: int = 2) -> None:
+        """`refill` is the rollouter's matter: a seat that is closed nevertheless is treated as under `train_survivors`."""
+        self._drops_on_failed_seat = on_failed_seat == "drop"
+        self._min_survivors = min_survivors
+        self._open: OrderedDict[GroupKey, _Open] = OrderedDict()
+        self._closed: OrderedDict[GroupKey, DropReason] = OrderedDict()
 
     @property
     def num_open(self) -> int:
@@ -66,61 +94,92 @@ class GroupAssembler:
 
     @property
     def num_waiting(self) -> int:
-        """Samples that wait for siblings."""
+        """Records that wait for siblings."""
         return sum(len(group.seats) for group in self._open.values())
 
     def oldest_open(self) -> tuple[str, tuple[int, ...]] | None:
         """The group open longest and the seats that it still waits for."""
-        for group_id, group in self._open.items():
+        for (_, group_id), group in self._open.items():
             return group_id, tuple(seat for seat in range(group.size) if seat not in group.seats)
         return None
 
-    def add(self, leased: Leased) -> Group | Dropped | None:
-        """Seat a sample. Returns the group if it is whole now, a drop if it has no place, else None."""
-        sample = leased.sample
-        reason = self._closed.get(sample.group_id)
+    def remember(self, key: GroupKey, reason: DropReason) -> None:
+        """A group has left already: what still comes for it is dropped for `reason`."""
+        if key not in self._closed:
+            self._closed[key] = reason
+            while len(self._closed) > REMEMBERED_CLOSED_GROUPS:
+                self._closed.popitem(last=False)
+
+    def add(self, lease: Lease) -> Group | Dropped | None:
+        """Seat a record. Returns the group if it is whole now, what is to be dropped by it, else None."""
+        who = described(lease)
+        key = group_key(lease)
+        reason = self._closed.get(key)
         if reason is not None:
-            return Dropped(reason=reason, members=(leased,))
-        group = self._open.get(sample.group_id)
+            return Dropped(reason=reason, records=(lease,))
+        group = self._open.get(key)
         if group is None:
-            group = self._open[sample.group_id] = _Open(sample.group_size, (leased.id.producer, leased.id.epoch))
-        if sample.seat in group.seats or sample.seat >= group.size:
-            return Dropped(reason=DropReason.DUPLICATE_SEAT, members=(leased,))
-        group.seats[sample.seat] = leased
+            group = self._open[key] = _Open(who.group_size, (lease.id.producer, lease.id.epoch))
+        if who.seat in group.seats or who.seat >= group.size:
+            return Dropped(reason=DropReason.DUPLICATE_SEAT, records=(lease,))
+        group.seats[who.seat] = lease
+        hopeless = self._hopeless(group)
+        if hopeless is not None:
+            return self.close(key, hopeless)
         if len(group.seats) < group.size:
             return None
-        del self._open[sample.group_id]
-        self._remember(sample.group_id, DropReason.DUPLICATE_SEAT)
-        return Group(group_id=sample.group_id, members=tuple(group.seats[seat] for seat in range(group.size)))
+        del self._open[key]
+        self.remember(key, DropReason.DUPLICATE_SEAT)
+        return make_group(who.group_id, (group.seats[seat] for seat in range(group.size)))
 
-    def close(self, group_id: str, reason: DropReason) -> Dropped:
-        """Give a group up; members that came so far, and those that come later, are dropped for `reason`."""
-        group = self._open.pop(group_id, None)
-        if group_id not in self._closed:
-            self._remember(group_id, reason)
-        return Dropped(reason=reason, members=tuple(group.seats.values()) if group else ())
+    def close(self, key: GroupKey, reason: DropReason) -> Dropped:
+        """Give a group up; records that came so far, and those that come later, are dropped for `reason`."""
+        group = self._open.pop(key, None)
+        self.remember(key, reason)
+        return Dropped(reason=reason, records=tuple(group.seats.values()) if group else ())
 
     def close_other_epochs(self, producer: str, epoch: int) -> Dropped:
-        """Give up every open group of another life of `producer`."""
+        """Give up every open group of another epoch of `producer`: it has lost its stream, their seats will stay open."""
         return self._close_where(lambda name, life: name == producer and life != epoch, DropReason.PRODUCER_LOST)
-
-    def close_epoch(self, producer: str, epoch: int) -> Dropped:
-        """Give up every open group of this life of `producer`."""
-        return self._close_where(lambda name, life: name == producer and life == epoch, DropReason.PRODUCER_LOST)
 
     def close_all(self, reason: DropReason) -> Dropped:
         """Give up every open group."""
         return self._close_where(lambda name, life: True, reason)
 
-    def _close_where(self, chosen: Callable[[str, int], bool], reason: DropReason) -> Dropped:
-        gone = [group_id for group_id, group in self._open.items() if chosen(*group.producer_epoch)]
-        members = tuple(leased for group_id in gone for leased in self.close(group_id, reason).members)
-        return Dropped(reason=reason, members=members)
+    def _hopeless(self, group: _Open) -> DropReason | None:
+        """Why the group can never be trained any more, whatever its open seats bring."""
+        reasons = [lease.closed.reason for lease in group.seats.values() if isinstance(lease, LeasedClosure)]
+        if not reasons:
+            return None
+        if DropReason.STALE in reasons:
+            return DropReason.STALE
+        if self._drops_on_failed_seat or group.size - len(reasons) < self._min_survivors:
+            return DropReason.GROUP_INCOMPLETE
+        return None
 
-    def _remember(self, group_id: str, reason: DropReason) -> None:
-        self._closed[group_id] = reason
-        while len(self._closed) > _REMEMBERED_CLOSED_GROUPS:
-            self._closed.popitem(last=False)
+    def _close_where(self, chosen: Callable[[str, int], bool], reason: DropReason) -> Dropped:
+        gone = [key for key, group in self._open.items() if chosen(*group.producer_epoch)]
+        records = tuple(lease for key in gone for lease in self.close(key, reason).records)
+        return Dropped(reason=reason, records=records)
+
+
+def described(lease: Lease) -> Sample | ClosedSeat:
+    """What says of which group, seat and attempt the record is."""
+    return lease.sample if isinstance(lease, Leased) else lease.closed
+
+
+def group_key(lease: Lease) -> GroupKey:
+    return lease.id.producer, described(lease).group_id
+
+
+def make_group(group_id: str, records: Iterable[Lease]) -> Group:
+    """A group of these records, in their order."""
+    leases = tuple(records)
+    return Group(
+        group_id=group_id,
+        members=tuple(lease for lease in leases if isinstance(lease, Leased)),
+        closures=tuple(lease for lease in leases if isinstance(lease, LeasedClosure)),
+    )
 
 
 def is_stale(group: Group, *, policy_version: int, incarnation: str, max_staleness: int | None) -> bool:
@@ -134,8 +193,3 @@ def is_stale(group: Group, *, policy_version: int, incarnation: str, max_stalene
         leased.sample.incarnation == incarnation and policy_version - leased.sample.oldest_version > max_staleness
         for leased in group.members
     )
-
-
-def ids(members: Sequence[Leased]) -> list[str]:
-    """Rollout ids, for messages."""
-    return [leased.sample.rollout_id for leased in members]

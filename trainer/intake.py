@@ -1,134 +1,301 @@
 """From the bus to whole groups, fresh enough to train.
 
-Consumes leased samples; produces batches of whole groups; settles what it drops. Invariant: every sample that was received is
-queued here, handed out in exactly one batch, or dropped with a counted reason.
+Consumes leased records; produces batches of whole groups; settles what it drops. Invariant: every record that was received is
+queued here, handed out in exactly one batch, or dropped with a counted reason; the journal says which, and after a restart the
+same records are handed out and dropped again before anything new is decided.
 """
 
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import structlog
 
+from sample_bus.journal import Id, Queued, Record, RecordsDropped, RecordsGone
 from sample_bus.messages import Counts
-from sample_bus.protocols import Consumer, Leased
-from trainer.groups import Dropped, DropReason, Group, GroupAssembler, ids, is_stale
+from sample_bus.protocols import Consumer, Gone, Lease, LeasedClosure
+from sample_bus.sample import SampleId
+from trainer.books import Books
+from trainer.groups import Dropped, DropReason, Group, GroupAssembler, described, group_key, is_stale
+from trainer.history import History
+from trainer.plan import Abandoned, Batch, Place, ReplayPlan
 
 log = structlog.get_logger()
 
 
+class Journal(Protocol):
+    def write(self, record: Record) -> None: ...
+
+
+class Keeper(Protocol):
+    """What keeps leased records beyond the run (`trainer.retained.Retained`)."""
+
+    def keep(self, lease: Lease) -> None: ...
+
+
 class Intake:
-    """Owns every sample between the bus and the optimizer."""
+    """Owns every record between the bus and the optimizer."""
 
     def __init__(
         self,
         consumer: Consumer,
         *,
-        group_size: int,
-        samples_per_step: int,
+        groups_per_step: int,
         max_staleness: int | None,
         incarnation: str,
+        assembler: GroupAssembler,
+        journal: Journal,
+        books: Books | None = None,
+        history: History | None = None,
+        retained: Keeper | None = None,
         on_change: Callable[[], None] = lambda: None,
+        on_settled: Callable[[], None] = lambda: None,
     ) -> None:
+        """`on_change` is called when counts move, `on_settled` when records were settled."""
+        history = history or History()
         self._consumer = consumer
-        self._groups_per_step = samples_per_step // group_size
+        self._groups_per_step = groups_per_step
         self._max_staleness = max_staleness
         self._incarnation = incarnation
+        self._assembler = assembler
+        self._journal = journal
+        self._books = books or Books()
+        self._plan = ReplayPlan(history)
+        self._known = dict(history.known)
+        self._retained = retained
         self._on_change = on_change
-        self._assembler = GroupAssembler()
+        self._on_settled = on_settled
         self._ready: deque[Group] = deque()
         self._changed = asyncio.Event()
-        self._producer: tuple[str, int] | None = None
-        self._received = 0
-        self._trained = 0
-        self._dropped: dict[str, int] = {}
+        self._epochs: dict[str, int] = {}
+        for key, reason in history.closed_groups.items():
+            assembler.remember(key, reason)
+        if self._plan.is_active:
+            steps = [planned.step for planned in history.steps]
+            log.info("steps are taken again as before", first=steps[0], last=steps[-1], drops=len(history.drops))
 
     async def run(self) -> None:
-        """Take samples from the bus until cancelled."""
+        """Take records from the bus until cancelled."""
         while True:
             self._take(await self._consumer.lease())
 
-    async def next_batch(self, policy_version: Callable[[], int]) -> list[Group]:
-        """The oldest whole groups, as many as a step takes; waits for them. Groups beyond `max_staleness` are dropped first."""
+    async def follow_losses(self) -> None:
+        """Book what producers have no more, until cancelled."""
+        async for gone in self._consumer.gone():
+            self._lose(gone)
+
+    async def next_batch(self, policy_version: Callable[[], int]) -> Batch:
+        """A step that is to be taken again, else the oldest whole groups, as many as a step takes; waits for them.
+
+        Groups beyond `max_staleness` are dropped first.
+        """
         while True:
-            self._drop_stale(policy_version())
-            if len(self._ready) >= self._groups_per_step:
-                batch = [self._ready.popleft() for _ in range(self._groups_per_step)]
+            batch = self._plan.next_batch() if self._plan.is_active else self._fresh_batch(policy_version())
+            if batch is not None:
                 self._on_change()
                 return batch
             self._changed.clear()
             await self._changed.wait()
 
-    def settle_trained(self, groups: Sequence[Group]) -> None:
-        """The groups' effect is in the weights."""
-        members = [leased for group in groups for leased in group.members]
-        self._consumer.acknowledge([leased.id for leased in members])
-        self._trained += len(members)
+    def settle_trained(self, batch: Batch) -> None:
+        """The batch's effect is in the weights."""
+        self._consumer.acknowledge([lease.id for group in batch.groups for lease in group.records])
+        for group in batch.groups:
+            self._books.train(group)
+            if batch.replayed:  # not assembled here: what else came for it is late
+                self._drop(self._assembler.close(group_key(group.records[0]), DropReason.DUPLICATE_SEAT))
+        self._on_settled()
         self._on_change()
-
-    def close_group(self, group_id: str, reason: str) -> None:
-        """A seat of the group will never be filled: give its siblings up."""
-        log.info("group closed", group_id=group_id, reason=reason)
-        self._drop(self._assembler.close(group_id, DropReason.GROUP_INCOMPLETE))
-
-    def close_epoch(self, producer: str, epoch: int) -> None:
-        """That life of the producer is over: its open groups will never be whole."""
-        self._drop(self._assembler.close_epoch(producer, epoch))
 
     def close_unfinished(self) -> None:
         """The run is over: nothing more will be trained."""
         self._drop(self._assembler.close_all(DropReason.UNFINISHED))
-        leftover = tuple(leased for group in self._ready for leased in group.members)
+        leftover = tuple(lease for group in self._ready for lease in group.records)
         self._ready.clear()
-        self._drop(Dropped(reason=DropReason.UNFINISHED, members=leftover))
+        self._drop(Dropped(reason=DropReason.UNFINISHED, records=(*self._plan.give_up(), *leftover)))
 
     def counts(self) -> Counts:
         """The trainer's side of the ledger."""
-        settled = self._trained + sum(self._dropped.values())
-        return Counts(
-            received=self._received, trained=self._trained, dropped=dict(self._dropped), queued=self._received - settled
-        )
+        return self._books.counts(self._consumer.consumer_statistics())
+
+    def settled_counts(self) -> Counts:
+        """The same without what is queued: what belongs to the bus's position."""
+        return self._books.settled(self._consumer.consumer_statistics())
 
     def waiting_for(self) -> str:
         """What the next batch still lacks, in words."""
-        text = f"groups {len(self._ready)} of {self._groups_per_step}, samples in open groups {self._assembler.num_waiting}"
+        if self._plan.is_active:
+            return self._plan.awaits()
+        text = f"groups {len(self._ready)} of {self._groups_per_step}, records in open groups {self._assembler.num_waiting}"
         oldest = self._assembler.oldest_open()
         if oldest is not None:
             group_id, seats = oldest
             text += f", oldest open group {group_id} lacks seats {list(seats)}"
         return text
 
-    def _take(self, leased: Leased) -> None:
-        self._received += 1
-        producer = (leased.id.producer, leased.id.epoch)
-        if producer != self._producer:
-            self._producer = producer
-            self._drop(self._assembler.close_other_epochs(*producer))
-        outcome = self._assembler.add(leased)
+    def _fresh_batch(self, policy_version: int) -> Batch | None:
+        self._drop_stale(policy_version)
+        if len(self._ready) < self._groups_per_step:
+            return None
+        return Batch(groups=tuple(self._ready.popleft() for _ in range(self._groups_per_step)))
+
+    def _take(self, lease: Lease) -> None:
+        if self._retained is not None:
+            self._retained.keep(lease)
+        who, closed = described(lease), isinstance(lease, LeasedClosure)
+        self._journal.write(
+            Queued(
+                at=time.time(),
+                received_at=lease.received_at,
+                id=list(lease.id),
+                group_id=who.group_id,
+                seat=who.seat,
+                attempt=who.attempt,
+                closed=lease.closed.reason if isinstance(lease, LeasedClosure) else "",
+            )
+        )
+        self._books.receive(closed=closed)
+        self._known.pop(lease.id, None)
+        if self._epochs.get(lease.id.producer) != lease.id.epoch:
+            self._begin_epoch(lease.id.producer, lease.id.epoch)
+        place = self._plan.take(lease)
+        if isinstance(place, Dropped):
+            self._drop(place)
+            if place.reason is not DropReason.DUPLICATE_SEAT:
+                self._drop(self._assembler.close(group_key(lease), place.reason))
+        elif place is Place.HELD:
+            self._changed.set()
+        else:
+            self._seat(lease)
+        self._on_change()
+
+    def _seat(self, lease: Lease) -> None:
+        outcome = self._assembler.add(lease)
         if isinstance(outcome, Dropped):
             self._drop(outcome)
         elif isinstance(outcome, Group):
             self._ready.append(outcome)
             self._changed.set()
+
+    def _begin_epoch(self, producer: str, epoch: int) -> None:
+        """A producer's stream begins here. If there was another one, what it held and did not bring is lost."""
+        self._epochs[producer] = epoch
+        self._drop(self._assembler.close_other_epochs(producer, epoch))
+        lost = sorted(one for one in self._known if one.producer == producer and one.epoch != epoch)
+        self._leave(self._plan.lose_epochs_but(producer, epoch))
+        for first, last in _runs(lost):
+            self._write_gone(
+                Gone(
+                    producer=producer,
+                    epoch=first.epoch,
+                    first=first.seq,
+                    last=last.seq + 1,
+                    num_records=last.seq - first.seq + 1,
+                ),
+                DropReason.PRODUCER_LOST,
+            )
+
+    def _lose(self, gone: Gone) -> None:
+        self._leave(self._plan.lose(gone))
+        self._write_gone(gone, DropReason.LOST_WITH_TRAINER)
         self._on_change()
+
+    def _write_gone(self, gone: Gone, reason: DropReason) -> None:
+        """Book records that will never come; the groups whose seats they were will never be whole."""
+        lost = [
+            one
+            for one in self._known
+            if one.producer == gone.producer and one.epoch == gone.epoch and gone.first <= one.seq < gone.last
+        ]
+        num_closures = 0
+        for one in lost:
+            known = self._known.pop(one)
+            num_closures += known.closed
+            if not self._plan.is_refused(one):
+                self._drop(self._assembler.close(known.key, reason))
+        log.warning(
+            "records are gone",
+            reason=str(reason),
+            producer=gone.producer,
+            epoch=gone.epoch,
+            first=gone.first,
+            last=gone.last - 1,
+            num_records=gone.num_records,
+        )
+        self._journal.write(
+            RecordsGone(
+                at=time.time(),
+                producer=gone.producer,
+                epoch=gone.epoch,
+                first=gone.first,
+                last=gone.last,
+                num_records=gone.num_records,
+            )
+        )
+        self._books.lose(gone.num_records - num_closures, reason)
+
+    def _leave(self, abandoned: Abandoned | None) -> None:
+        """The plan's rest cannot be taken: its records go the usual way."""
+        if abandoned is None:
+            return
+        log.warning(
+            "steps cannot be taken again as before",
+            steps=list(abandoned.steps),
+            reason=abandoned.why,
+            records_there=len(abandoned.held),
+        )
+        for lease in abandoned.held:
+            self._seat(lease)
+        self._changed.set()
 
     def _drop_stale(self, policy_version: int) -> None:
         fresh: deque[Group] = deque()
         for group in self._ready:
             if is_stale(group, policy_version=policy_version, incarnation=self._incarnation, max_staleness=self._max_staleness):
-                self._drop(Dropped(reason=DropReason.STALE, members=group.members))
+                self._drop(Dropped(reason=DropReason.STALE, records=group.records))
             else:
                 fresh.append(group)
         self._ready = fresh
 
     def _drop(self, dropped: Dropped) -> None:
-        if not dropped.members:
+        if not dropped.records:
             return
-        self._consumer.acknowledge([leased.id for leased in dropped.members], dropped=True)
-        self._dropped[dropped.reason] = self._dropped.get(dropped.reason, 0) + len(dropped.members)
-        log.info(
-            "samples dropped", reason=str(dropped.reason), num_samples=len(dropped.members), rollouts=ids(dropped.members)[:8]
+        self._journal.write(
+            RecordsDropped(
+                at=time.time(),
+                reason=str(dropped.reason),
+                samples=plain_ids(dropped.samples),
+                closures=plain_ids(dropped.closures),
+            )
         )
+        self._consumer.acknowledge([lease.id for lease in dropped.records], dropped=True)
+        self._books.drop(dropped)
+        log.info(
+            "samples dropped",
+            reason=str(dropped.reason),
+            num_samples=len(dropped.samples),
+            num_closed_seats=len(dropped.closures),
+            rollouts=[described(lease).rollout_id for lease in dropped.records][:8],
+        )
+        self._on_settled()
         self._on_change()
+
+
+def plain_ids(ids: Sequence[SampleId]) -> list[Id]:
+    """As the journal writes them."""
+    return [list(one) for one in ids]
+
+
+def _runs(ids: Sequence[SampleId]) -> list[tuple[SampleId, SampleId]]:
+    """(first, last) of each run of consecutive numbers of sorted ids."""
+    runs: list[tuple[SampleId, SampleId]] = []
+    for one in ids:
+        if runs and runs[-1][1] == one._replace(seq=one.seq - 1):
+            runs[-1] = (runs[-1][0], one)
+        else:
+            runs.append((one, one))
+    return runs

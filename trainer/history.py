@@ -1,0 +1,179 @@
+"""What the trainer's own journal says about everything that its checkpoint does not cover. Pure.
+
+Invariant: a planned step names the records that the newest process took for it, none of which the position covers; what a
+later process decided about a record voids what an earlier one had decided.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from sample_bus.journal import (
+    Id,
+    Queued,
+    Record,
+    RecordsDropped,
+    RecordsGone,
+    StepBegan,
+    StepTrained,
+    TrainerBegan,
+    TrainerEnded,
+)
+from sample_bus.messages import EndReason
+from sample_bus.position import BusPosition
+from sample_bus.sample import SampleId
+from trainer.groups import REMEMBERED_CLOSED_GROUPS, DropReason, GroupKey
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannedStep:
+    """A step that an earlier process began and that is to be taken again."""
+
+    step: int
+    samples: tuple[SampleId, ...]
+    """In batch order."""
+    closures: tuple[SampleId, ...]
+    options: Mapping[str, Any] | None
+    """Live settings that it used; None: it failed under them, those in force are to be used."""
+
+    @property
+    def ids(self) -> tuple[SampleId, ...]:
+        return (*self.samples, *self.closures)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Known:
+    """A record that an earlier process had received and that the position does not cover."""
+
+    key: GroupKey
+    closed: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class History:
+    steps: tuple[PlannedStep, ...] = ()
+    """Rising by one from the checkpoint's step + 1."""
+    drops: Mapping[SampleId, DropReason] = field(default_factory=dict)
+    """Records beyond the position that were dropped."""
+    closed_groups: Mapping[GroupKey, DropReason] = field(default_factory=dict)
+    """The newest groups that the position covers, and what is said to whatever still comes for them."""
+    known: Mapping[SampleId, Known] = field(default_factory=dict)
+
+
+def history_of(records: Iterable[Record], *, step: int, position: BusPosition) -> History:
+    """Of a trainer's journal, oldest record first, for a process that goes on from `step` and `position`."""
+    fold = _Fold(step, position)
+    for record in records:
+        fold.take(record)
+    return fold.result()
+
+
+class _Fold:
+    def __init__(self, step: int, position: BusPosition) -> None:
+        self._step = step
+        self._covers = {(stream.producer, stream.epoch): stream for stream in position.streams}
+        self._steps: dict[int, PlannedStep] = {}
+        self._step_of: dict[SampleId, int] = {}
+        self._in_progress: int | None = None
+        self._drops: dict[SampleId, DropReason] = {}
+        self._groups: dict[SampleId, GroupKey] = {}
+        """Of covered records whose settlement has not been read yet."""
+        self._closed: OrderedDict[GroupKey, DropReason] = OrderedDict()
+        self._known: dict[SampleId, Known] = {}
+
+    def take(self, record: Record) -> None:
+        match record:
+            case TrainerBegan():
+                self._in_progress = None
+            case Queued():
+                self._queued(record)
+            case StepBegan():
+                self._began(record)
+            case StepTrained():
+                self._in_progress = None
+            case RecordsDropped():
+                self._dropped(record)
+            case RecordsGone():
+                self._gone(record)
+            case TrainerEnded(reason=EndReason.FAILED) if self._in_progress in self._steps:
+                self._steps[self._in_progress] = replace(self._steps[self._in_progress], options=None)
+            case _:
+                pass
+
+    def result(self) -> History:
+        steps: list[PlannedStep] = []
+        while planned := self._steps.get(self._step + len(steps) + 1):
+            if any(self._is_covered(one) for one in planned.ids):
+                break
+            steps.append(planned)
+        return History(steps=tuple(steps), drops=self._drops, closed_groups=self._closed, known=self._known)
+
+    def _queued(self, record: Queued) -> None:
+        one, key = SampleId(*record.id), (record.id[0], record.group_id)
+        if self._is_covered(one):
+            self._groups[one] = key
+        else:
+            self._known[one] = Known(key=key, closed=bool(record.closed))
+
+    def _began(self, record: StepBegan) -> None:
+        samples, closures = _ids(record.samples), _ids(record.closures)
+        for one in (*samples, *closures):
+            self._close(one, DropReason.DUPLICATE_SEAT)
+        if record.step <= self._step:
+            return
+        planned = PlannedStep(step=record.step, samples=samples, closures=closures, options=record.options)
+        before = self._steps.get(record.step)
+        if before is None or before.ids != planned.ids:
+            self._void_from(min([record.step, *(self._step_of[one] for one in planned.ids if one in self._step_of)]))
+        self._steps[record.step] = planned
+        for one in planned.ids:
+            self._step_of[one] = record.step
+            self._drops.pop(one, None)
+        self._in_progress = record.step
+
+    def _dropped(self, record: RecordsDropped) -> None:
+        reason = DropReason(record.reason)
+        if reason is DropReason.UNFINISHED:
+            return  # that end of the run was not the last one
+        for one in (*_ids(record.samples), *_ids(record.closures)):
+            if self._is_covered(one):
+                if reason is DropReason.DUPLICATE_SEAT:
+                    self._groups.pop(one, None)  # its group may be open still
+                self._close(one, reason)
+            else:
+                self._void_from(self._step_of.get(one))
+                self._drops[one] = reason
+
+    def _gone(self, record: RecordsGone) -> None:
+        def is_gone(one: SampleId) -> bool:
+            return one.producer == record.producer and one.epoch == record.epoch and record.first <= one.seq < record.last
+
+        self._void_from(min((step for one, step in self._step_of.items() if is_gone(one)), default=None))
+        for table in (self._drops, self._known):
+            for one in [one for one in table if is_gone(one)]:
+                del table[one]
+
+    def _void_from(self, step: int | None) -> None:
+        """Steps from `step` on will not be taken again as they were."""
+        for number in [number for number in self._steps if step is not None and number >= step]:
+            for one in self._steps.pop(number).ids:
+                self._step_of.pop(one, None)
+
+    def _close(self, one: SampleId, reason: DropReason) -> None:
+        key = self._groups.pop(one, None)
+        if key is not None:
+            self._closed[key] = reason
+            self._closed.move_to_end(key)
+            while len(self._closed) > REMEMBERED_CLOSED_GROUPS:
+                self._closed.popitem(last=False)
+
+    def _is_covered(self, one: SampleId) -> bool:
+        stream = self._covers.get((one.producer, one.epoch))
+        return stream is not None and stream.covers(one.seq)
+
+
+def _ids(plain: Iterable[Id]) -> tuple[SampleId, ...]:
+    return tuple(SampleId(*one) for one in plain)
