@@ -24,7 +24,7 @@ async def test_unsettled_records_never_exceed_the_limit_in_number_and_none_is_dr
         assert hub.consumer_statistics().received == 10
         assert link.producer_statistics().waiting == 40
         assert sum(offer.done() for offer in offers) == 10
-        found = []
+        found: list[str] = []
         while len(found) < 50:
             lease = await soon(hub.lease())
             assert hub.consumer_statistics().queued <= 10

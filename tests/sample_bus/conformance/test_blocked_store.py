@@ -45,7 +45,7 @@ async def test_producer_killed_while_its_files_may_not_grow_lost_nothing_that_it
             await producer.kill()
         async with zmq_place.link() as link:
             await soon(link.offer(sample(100)))
-            found = []
+            found: list[str] = []
             while not found or found[-1] != "rollouter-100":
                 found.append(task_of(await soon(hub.lease())))
             assert found[:-1] == tasks(range(len(found) - 1))

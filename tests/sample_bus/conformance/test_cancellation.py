@@ -147,7 +147,7 @@ async def test_lease_cancelled_at_any_moment_loses_no_record(place: Place) -> No
     choose = random.Random(3)
     async with place.hub(max_queued_samples=8) as hub, place.link() as link:
         offers = [asyncio.create_task(link.offer(sample(number))) for number in range(150)]
-        found = []
+        found: list[int] = []
         while len(found) < 150:
             lease = asyncio.ensure_future(hub.lease())
             await asyncio.wait([lease], timeout=choose.random() * 0.003)

@@ -47,6 +47,7 @@ async def test_records_arrive_in_the_order_of_their_offers_and_unchanged(place: 
             if isinstance(lease, LeasedClosure):
                 assert lease.closed == record
             else:
+                assert isinstance(record, Sample)
                 for name in ARRAYS:
                     np.testing.assert_array_equal(getattr(lease.sample, name), getattr(record, name))
                     assert getattr(lease.sample, name).dtype == getattr(record, name).dtype

@@ -80,7 +80,7 @@ async def test_killed_broker_that_comes_back_is_taken_up_by_both_ends(broker: Br
     """B134: a blocked read neither hangs nor dies; pending entries come once; nothing offered is lost."""
     place = broker.place
     async with place.hub(max_queued_samples=16) as hub, place.link() as link:
-        found = []
+        found: list[str] = []
         for life in range(4):
             offers = [asyncio.create_task(link.offer(sample(20 * life + number))) for number in range(20)]
             while len(found) < 20 * life + 10:
