@@ -15,6 +15,7 @@ from typing import Any
 
 import structlog
 
+from sample_bus.protocols import Leased
 from tests.fakes.samples import make_sample
 from tests.sample_bus.ends import hub_at, link_to
 
@@ -29,6 +30,7 @@ async def hub(address: str, incarnation: str) -> None:
         say("open")
         while True:
             leased = await end.lease()
+            assert isinstance(leased, Leased)
             say("leased", task_id=leased.sample.task_id)
 
 

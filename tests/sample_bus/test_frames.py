@@ -13,7 +13,10 @@ from sample_bus.frames import (
     Data,
     Heartbeat,
     Hello,
+    Open,
+    Opened,
     Refused,
+    Rejected,
     Reply,
     Request,
     Reset,
@@ -26,7 +29,7 @@ from sample_bus.packing import pack, unpack
 
 NUMBER = st.integers(0, 2**63 - 1)
 TEXT = st.text(st.characters(exclude_categories=("Cs",)), max_size=30)
-ACK = st.builds(Ack, received=NUMBER, settled=NUMBER, limit_samples=NUMBER, limit_bytes=NUMBER)
+ACK = st.builds(Ack, received=NUMBER, settled=NUMBER, committed=NUMBER, limit_samples=NUMBER, room_bytes=NUMBER)
 TOPIC = st.builds(TopicValue, name=TEXT, revision=NUMBER, value=st.binary(max_size=50))
 MESSAGES: st.SearchStrategy[Control] = st.one_of(
     st.builds(
@@ -35,22 +38,20 @@ MESSAGES: st.SearchStrategy[Control] = st.one_of(
         greeting=NUMBER,
         name=TEXT,
         role=TEXT,
-        epoch=NUMBER,
-        first_unreceived=NUMBER,
-        bytes_before=NUMBER,
+        process=NUMBER,
     ),
     st.builds(
         Welcome,
         greeting=NUMBER,
         incarnation=TEXT,
         run=TEXT,
-        ack=ACK,
+        run_id=TEXT,
         max_sample_bytes=NUMBER,
-        origin_version=NUMBER,
-        accounted=NUMBER,
-        dropped=NUMBER,
         topics=st.lists(TOPIC, max_size=4),
     ),
+    st.builds(Open, greeting=NUMBER, epoch=NUMBER, committed=NUMBER, next_seq=NUMBER),
+    st.builds(Opened, greeting=NUMBER, ack=ACK, origin_version=NUMBER, accounted=NUMBER, dropped=NUMBER),
+    st.builds(Rejected, seq=NUMBER, error=TEXT),
     st.builds(Refused, greeting=NUMBER, reason=TEXT),
     st.just(Reset()),
     ACK,

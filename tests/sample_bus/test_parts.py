@@ -17,7 +17,7 @@ from sample_bus.answers import Answers
 from sample_bus.clients import Clients, Take, Turn, Wait
 from sample_bus.errors import AddressInUse, BusError
 from sample_bus.feed import Feed
-from sample_bus.frames import Hello
+from sample_bus.frames import PROTOCOL, Hello
 from sample_bus.liveness import Liveness
 from sample_bus.messages import Accepted
 from sample_bus.quarantine import Quarantine
@@ -25,8 +25,8 @@ from sample_bus.topics import TopicBoard
 from tests.sample_bus.test_control_over_zmq import accept
 
 
-def hello(epoch: int, role: str = "rollouter", name: str = "r") -> Hello:
-    return Hello(protocol=1, greeting=1, name=name, role=role, epoch=epoch, first_unreceived=0, bytes_before=0)
+def hello(process: int, role: str = "rollouter", name: str = "r") -> Hello:
+    return Hello(protocol=PROTOCOL, greeting=1, name=name, role=role, process=process)
 
 
 def test_silence_is_named_once_until_the_peer_is_heard_again() -> None:
@@ -66,7 +66,18 @@ def test_peer_that_is_never_heard_is_found_within_the_timeout_and_one_tick(gaps:
         assert bool(liveness.expired(now)) == (now - gap <= 10 < now)
 
 
-def test_second_rollouter_waits_for_word_of_the_first() -> None:
+def test_rollouter_of_another_name_is_welcome() -> None:
+    clients = Clients()
+    for process, name in enumerate(("a", "b")):
+        assert isinstance(clients.hello(name.encode(), hello(process, name=name)), Take)
+    assert clients.rollouters == [], "none has opened its stream"
+    for client in clients.connected:
+        client.epoch = 7
+    assert [client.name for client in clients.rollouters] == ["a", "b"]
+    assert clients.heard(b"a") == []
+
+
+def test_second_rollouter_of_a_name_waits_for_word_of_the_first() -> None:
     clients = Clients()
     assert isinstance(clients.hello(b"1", hello(1)), Take)
     assert clients.hello(b"2", hello(2)) == Wait(probe=b"1")
@@ -87,9 +98,9 @@ def test_waiting_rollouter_takes_the_place_of_one_that_is_gone(how: str) -> None
     first, second = getattr(clients, how)(b"1")
     assert isinstance(first, Take)
     assert first.replaced is not None
-    assert (first.client.epoch, first.replaced.epoch) == (2, 1)
+    assert (first.client.process, first.replaced.process) == (2, 1)
     assert second == Wait(probe=b"2")
-    assert [client.epoch for client in clients.connected] == [2]
+    assert [client.process for client in clients.connected] == [2]
 
 
 def test_process_that_reconnects_is_the_same_client() -> None:
@@ -99,8 +110,9 @@ def test_process_that_reconnects_is_the_same_client() -> None:
     assert isinstance(again, Take)
     assert (again.replaced, again.gone) == (None, (b"1",))
     clients.disconnected(b"1")  # word of the old connection comes late
-    assert clients.rollouter is not None
-    assert clients.rollouter.connected
+    present = clients.named("r")
+    assert present is not None
+    assert present.connected
 
 
 def test_consoles_come_and_go_without_a_word_to_the_rollouter() -> None:
@@ -109,7 +121,7 @@ def test_consoles_come_and_go_without_a_word_to_the_rollouter() -> None:
     assert isinstance(clients.hello(b"2", hello(2, role="console")), Take)
     assert isinstance(clients.hello(b"3", hello(3, role="console")), Take)
     assert clients.left(b"2") == []
-    assert [client.epoch for client in clients.connected] == [1, 3]
+    assert [client.process for client in clients.connected] == [1, 3]
     assert isinstance(clients.hello(b"4", hello(4, role="visitor")), Turn)
 
 
