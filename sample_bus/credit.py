@@ -73,6 +73,8 @@ class Stream:
     queued_bytes: int = 0
     limit: int = 0
     """Largest limit in records that its producer was given."""
+    is_away: bool = False
+    """Its producer has left: what it does not hold is room for others."""
 
     @classmethod
     def at(cls, position: StreamPosition) -> Stream:

@@ -366,6 +366,8 @@ class BusHub:
         if client is not None:
             log.info("client gone", name=client.name, role=client.role.value, reason=reason.value, silent_s=round(silent_s, 1))
             if client is self._clients.named(client.name):
+                self._inbox.leave(client.name)
+                self._schedule_acks()
                 self._lose(client, reason, silent_s)
         self._carry_out(self._clients.left(peer))
 

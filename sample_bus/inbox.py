@@ -80,14 +80,20 @@ class Inbox:
             stream = self._streams[place] = Stream.at(self._sought.of(producer, epoch))
             kept = [one for one in self._sought.streams if one.producer != producer]
             self._sought = BusPosition(streams=tuple(kept))
+        stream.is_away = False
         if committed <= stream.settled.watermark or committed <= stream.received:
             return None
         return self._give_up(place, stream, committed)
 
+    def leave(self, producer: str) -> None:
+        """A producer has left: it takes no share of the room any more, beyond what it holds, until it opens its stream again."""
+        for key, stream in self._streams.items():
+            stream.is_away = stream.is_away or key[0] == producer
+
     def standing(self, place: Place) -> Standing:
         """How far the producer is, and how far it may go: its share of the room."""
         stream = self._streams[place]
-        sharing = len({producer for producer, _ in self._streams})
+        sharing = len({key[0] for key, one in self._streams.items() if key == place or one.queued or not one.is_away})
         others = [other for key, other in self._streams.items() if key != place and key[0] == place[0]]
         credit = stream.credit(
             room_samples=max(1, self._max_samples // sharing) - sum(other.queued for other in others),

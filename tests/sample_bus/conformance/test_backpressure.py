@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+from collections import Counter
 from contextlib import AsyncExitStack
 
 import pytest
@@ -67,6 +68,7 @@ async def test_record_as_large_as_the_whole_room_passes_alone(place: Place) -> N
 
 
 async def test_several_producers_share_the_room(place: Place) -> None:
+    """None starves; and once each has used what it was given while it was alone, together they keep to the limit."""
     names = ("a", "b", "c")
     async with place.hub(max_queued_samples=12) as hub, AsyncExitStack() as stack:
         links = [await stack.enter_async_context(place.link(name)) for name in names]
@@ -76,11 +78,28 @@ async def test_several_producers_share_the_room(place: Place) -> None:
             for name, link in zip(names, links, strict=True)
             for number in range(40)
         ]
-        for _ in range(120):
+        seen: Counter[str] = Counter()
+        for number in range(120):
             lease = await soon(hub.lease())
-            assert hub.consumer_statistics().queued <= 12
+            seen[lease.id.producer] += 1
+            assert hub.consumer_statistics().queued <= (12 if number > 40 else 36)
             hub.acknowledge([lease.id])
+        assert seen == {name: 40 for name in names}
         await soon(asyncio.gather(*offers))
+
+
+async def test_producer_that_has_left_leaves_its_share_of_the_room_to_the_others(place: Place) -> None:
+    """Else a step as large as the room could never fill again."""
+    async with place.hub(max_queued_samples=12) as hub, place.link("b") as b:
+        async with place.link("a") as a:
+            await soon(a.offer(sample(0, producer="a")))
+            await soon(b.wait_connected(30))
+            lease = await soon(hub.lease())
+            hub.acknowledge([lease.id])
+            hub.commit(hub.position())
+            await until(lambda: a.producer_statistics().committed == 1)
+        await soon(asyncio.gather(*(b.offer(sample(number, producer="b")) for number in range(12))))
+        await until(lambda: hub.consumer_statistics().queued == 12)
 
 
 async def test_credit_returns_whatever_the_order_of_acknowledgements(place: Place) -> None:
