@@ -86,7 +86,7 @@ class Inbox:
         return self._give_up(place, stream, committed)
 
     def leave(self, producer: str) -> None:
-        """A producer has left: it takes no share of the room any more, beyond what it holds, until it opens its stream again."""
+        """A producer has left: until it opens its stream again it takes no share of the room beyond what it holds."""
         for key, stream in self._streams.items():
             stream.is_away = stream.is_away or key[0] == producer
 

@@ -84,7 +84,7 @@ async def test_several_producers_share_the_room(place: Place) -> None:
             seen[lease.id.producer] += 1
             assert hub.consumer_statistics().queued <= (12 if number > 40 else 36)
             hub.acknowledge([lease.id])
-        assert seen == {name: 40 for name in names}
+        assert seen == dict.fromkeys(names, 40)
         await soon(asyncio.gather(*offers))
 
 
