@@ -19,9 +19,8 @@ from enum import StrEnum
 
 from sample_bus.issued import Handed, Issued, Rollout
 from sample_bus.sample import SampleId
-from sample_bus.settlements import SETTLED, Fate, Outcome, Problems, Settlements, in_words, name_of
+from sample_bus.settlements import LOST_WITH_TRAINER, SETTLED, Fate, Outcome, Problems, Settlements, in_words, name_of
 
-LOST_WITH_TRAINER = "lost with a trainer"
 REJECTED = "rejected"
 _CAME_TO_NOTHING = frozenset({REJECTED, LOST_WITH_TRAINER})
 _NAMED = 5
@@ -123,7 +122,7 @@ class _Reading:
 
     def place(self, rollout: Rollout, records: list[Handed]) -> tuple[Place, str]:
         """Where the rollout is, and the reason if there is one."""
-        known = [(record, self._outcome(record)) for record in records]
+        known = [(record, self.settlements.outcome(record.id)) for record in records]
         trained = [
             record for record, outcome in known if outcome is not None and outcome.fate is Fate.TRAINED and not record.closed
         ]
@@ -134,7 +133,7 @@ class _Reading:
         self.spare += max(0, len(records) - 1)
         if trained:
             return Place.TRAINED, ""
-        places = [self._of_record(record, outcome) for record, outcome in known]
+        places = [self._of_record(*one) for one in known if one[1] is not None or not self.issued.has_taken_back(one[0].id)]
         for place, reason in places:  # the first record decides, unless it came to nothing
             if place is not Place.LOST and reason not in _CAME_TO_NOTHING:
                 return place, reason
@@ -145,9 +144,6 @@ class _Reading:
             return Place.IN_FLIGHT, ""
         self.lost.append(f"{rollout[0]}/{rollout[1]} (record {name_of(records[0].id)}: {places[0][1]})")
         return places[0]
-
-    def _outcome(self, record: Handed) -> Outcome | None:
-        return self.settlements.outcome(record.id)
 
     def _of_record(self, record: Handed, outcome: Outcome | None) -> tuple[Place, str]:
         if outcome is None:

@@ -91,7 +91,7 @@ class Lives:
         self.num_failed_attempts: Counter[tuple[str, int]] = Counter()
         self.num_rolled_back = 0
         self.lost: set[tuple[str, int]] = set()
-        """Rollouts whose record went with the producer's disk, until they are known to have been played again."""
+        """Rollouts whose record went with the producer's disk."""
 
     # ── what is true ─────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -148,6 +148,7 @@ class Lives:
     def start_rollouter(self) -> None:
         self.rollouter_runs = True
         self.rollouter_log.append(RollouterBegan(at=AT, process="p", epoch=self.epoch, data_fingerprint="f"))
+        self._close_broken_groups()
         if self.unnoted is not None:  # found in the stream, not in the journal
             self.note_offer()
 
@@ -155,15 +156,15 @@ class Lives:
         self.rollouter_runs = False
 
     def end_rollouter(self) -> None:
-        failed: Counter[str] = Counter()
-        handed = set()
-        for record in self.rollouter_log:
-            if isinstance(record, SampleOffered | SeatClosed):
-                handed.add((record.group_id, record.seat))
-            if isinstance(record, SeatClosed):
-                failed[record.reason] += 1
+        newest = {(one.group_id, one.seat): one for one in self.rollouter_log if isinstance(one, SampleOffered | SeatClosed)}
+        failed = Counter(one.reason for one in newest.values() if isinstance(one, SeatClosed))
         admitted = GROUP_SIZE * self.num_groups
-        counts = {"admitted": admitted, "in_flight": admitted - len(handed), "failed": dict(failed)}
+        counts = {
+            "admitted": admitted,
+            "offered": len(newest) - failed.total(),
+            "in_flight": admitted - len(newest),
+            "failed": dict(failed),
+        }
         self.rollouter_log.append(RollouterEnded(at=AT, reason="finished", counts=counts))
         self.rollouter_runs = False
 
@@ -212,7 +213,6 @@ class Lives:
         record = self.unnoted
         assert record is not None
         self.unnoted = None
-        self.lost.discard((record.group_id, record.seat))
         plain = list(record.id)
         if record.closed:
             self.rollouter_log.append(
@@ -233,16 +233,24 @@ class Lives:
             )
 
     def lose_spool(self) -> None:
-        """The producer's disk is gone; what it had not handed over is played again under another epoch."""
+        """The producer's disk is gone. What lay there is lost; of a group that is not whole, the next process closes every
+        seat in the new stream."""
         assert not self.rollouter_runs
         assert self.trainer is None
-        lost, self.kept = self.kept, []
-        self.unnoted = None
         settled = self.checkpoint.streams.get(self.epoch, Settled()) if self.checkpoint is not None else Settled()
-        again = [(record.group_id, record.seat) for record in lost if not settled.covers(record.id.seq)]
-        self.lost |= set(again)
-        self.in_flight = again + self.in_flight
+        gone = [record for record in self.kept if not settled.covers(record.id.seq)]
+        self.lost |= {(record.group_id, record.seat) for record in gone}
+        if self.unnoted is not None:  # nobody knows that it ever lay there
+            self.in_flight.insert(0, (self.unnoted.group_id, self.unnoted.seat))
+            self.lost.discard(self.in_flight[0])
+        self.kept, self.unnoted = [], None
         self.epoch, self.first = self.epoch + 1, 0
+
+    def _close_broken_groups(self) -> None:
+        open_groups = {group_id for group_id, _ in self.in_flight}
+        broken = {rollout for rollout in self.lost if rollout[0] in open_groups}
+        self.lost -= broken
+        self.in_flight += sorted(broken - set(self.in_flight))
 
     # ── the trainer ──────────────────────────────────────────────────────────────────────────────────────────────────
 

@@ -264,8 +264,8 @@ def test_wrong_counters_are_told_with_both_numbers() -> None:
     lives.end_rollouter()
     last = lives.rollouter_log.pop()
     assert isinstance(last, RollouterEnded)
-    told = Issued.of([*lives.rollouter_log, replace(last, counts={"admitted": 7, "in_flight": 0})]).problems.texts
-    assert told == ["the rollouter counted 7 rollouts as admitted at its end, its journal says 8"]
+    told = Issued.of([*lives.rollouter_log, replace(last, counts={"admitted": 7, "offered": 8, "in_flight": 0})]).problems.texts
+    assert told == ["the rollouter counted 7 rollouts as admitted at its end, its journal says 8 (process 1)"]
 
 
 @settings(max_examples=60, deadline=None)
