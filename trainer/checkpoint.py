@@ -1,7 +1,8 @@
-"""Checkpoints of a run: `step_N/` directories that are whole or do not count.
+"""Checkpoints of a run: `step_N/` directories that are whole or do not count. Light: no torch.
 
 Invariant: a directory is complete exactly when its marker lists every file with its size. It is written under another name,
-synced, marked and renamed; what a crash leaves behind is told, never resumed from, and never a reason to start over.
+synced, marked and renamed; whatever is removed is renamed first. What a crash leaves behind is told, never resumed from, and
+never a reason to start over. One process at a time writes (the trainer holds a lock on the run directory).
 """
 
 from __future__ import annotations
@@ -18,20 +19,23 @@ import structlog
 import xxhash
 from safetensors import SafetensorError
 
+from trainer.durable import fsync
 from trainer.errors import CheckpointError, NoCheckpointError
-from trainer.snapshot import fsync
+from trainer.run_state import RunState
 
 log = structlog.get_logger()
 
+DIRECTORY = "checkpoints"
+"""Below the run directory."""
 MARKER = "complete.json"
 STATE = "state.json"
-_POLICY = "policy"
 _NAME = re.compile(r"^step_(\d+)$")
 _UNFINISHED = ".unfinished_"
+_DISCARDED = ".discarded_"
 _CHUNK_BYTES = 4 << 20
 
 
-class Saved(Protocol):
+class Part(Protocol):
     """What a checkpoint holds beside the run's own state."""
 
     def save(self, directory: Path) -> None:
@@ -53,49 +57,46 @@ class Found:
     """Directory to what is wrong with it."""
 
 
-def save_checkpoint(root: Path, policy: Saved, *, step: int, state: Mapping[str, Any], keep: int) -> Path:
-    """Write `root/step_N` with the policy and `state` (JSON), then delete all but the newest `keep` complete ones.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Checkpoint:
+    """One to go on from; its files are not verified yet."""
 
-    A complete checkpoint of the same step is replaced. On return everything is on disk.
+    path: Path
+    state: RunState
+
+
+def save_checkpoint(root: Path, parts: Mapping[str, Part], *, state: RunState, keep: int) -> Path:
+    """Write `root/step_N` with `parts` (name to content) and `state`; then all but the run's newest `keep` are deleted.
+
+    A checkpoint of the same step is replaced. On return everything is on disk.
     Raises CheckpointError when it cannot be written; the older ones are as they were.
     """
-    unfinished = root / f"{_UNFINISHED}step_{step}"
+    target = root / f"step_{state.step}"
+    unfinished = root / f"{_UNFINISHED}{target.name}"
     try:
         root.mkdir(parents=True, exist_ok=True)
-        _write(unfinished, policy, step=step, state=state)
-        target = root / f"step_{step}"
-        shutil.rmtree(target, ignore_errors=True)
+        _sweep(root)
+        _write(unfinished, parts, state)
+        if target.exists():
+            target.rename(root / f"{_DISCARDED}{target.name}")
         unfinished.rename(target)
         fsync(root)
-        for old in find(root).complete[:-keep]:
-            shutil.rmtree(old)
     except (OSError, SafetensorError) as error:
         shutil.rmtree(unfinished, ignore_errors=True)
-        raise CheckpointError(f"{root / f'step_{step}'}: cannot be written: {error}") from error
+        raise CheckpointError(f"{target}: cannot be written: {error}") from error
+    try:
+        _prune(root, run_id=state.run_id, keep=keep)
+    except OSError as error:
+        log.warning("older checkpoints cannot be removed", path=str(root), error=str(error))
     return target
 
 
-def _write(directory: Path, policy: Saved, *, step: int, state: Mapping[str, Any]) -> None:
-    """A whole checkpoint in `directory`, made anew; the marker comes last."""
-    shutil.rmtree(directory, ignore_errors=True)
-    (directory / _POLICY).mkdir(parents=True)
-    policy.save(directory / _POLICY)
-    (directory / STATE).write_text(json.dumps(dict(state), indent=1))
-    files = {
-        path.relative_to(directory).as_posix(): {"bytes": path.stat().st_size, "xxh3": _checksum(path)}
-        for path in sorted(directory.rglob("*"))
-        if path.is_file()
-    }
-    (directory / MARKER).write_text(json.dumps({"step": step, "files": files}, indent=1))
-    for path in (directory / STATE, directory / MARKER, directory / _POLICY, directory):
-        fsync(path)
-
-
-def resume(root: Path, policy: Saved, *, mode: Literal["never", "auto", "must"]) -> dict[str, Any] | None:
-    """Load the newest complete checkpoint into `policy` and return its state; None when starting afresh is right.
+def choose(root: Path, *, mode: Literal["never", "auto", "must"], run_id: str) -> Checkpoint | None:
+    """The checkpoint to go on from: the newest complete one of this run, else of an earlier run here. None when starting afresh
+    is right.
 
     `never` starts afresh. `auto` does so only where there is no trace of a checkpoint, `must` not at all: an incomplete one
-    alone raises NoCheckpointError, and a damaged one CheckpointError.
+    alone raises NoCheckpointError, and one whose state cannot be read CheckpointError.
     """
     if mode == "never":
         return None
@@ -111,11 +112,34 @@ def resume(root: Path, policy: Saved, *, mode: Literal["never", "auto", "must"])
         if mode == "must":
             raise NoCheckpointError(f"{root}: no checkpoint, and checkpoint.resume=must")
         return None
-    newest = found.complete[-1]
-    verify(newest)
-    policy.load(newest / _POLICY)
-    state: dict[str, Any] = json.loads((newest / STATE).read_text())
-    return state
+    newest = [Checkpoint(path=path, state=read_state(path)) for path in reversed(found.complete)]
+    for checkpoint in newest:
+        if checkpoint.state.run_id == run_id:
+            return checkpoint
+    log.warning(
+        "checkpoint of an earlier run in this directory: its weights are taken, its samples are not this run's",
+        path=str(newest[0].path),
+        run_id=run_id,
+        its_run_id=newest[0].state.run_id,
+    )
+    return newest[0]
+
+
+def load(checkpoint: Checkpoint, parts: Mapping[str, Part]) -> None:
+    """Verify every file, then restore `parts`. Raises CheckpointError."""
+    verify(checkpoint.path)
+    for name, part in parts.items():
+        part.load(checkpoint.path / name)
+
+
+def read_state(checkpoint: Path) -> RunState:
+    """Raises CheckpointError naming the file."""
+    path = checkpoint / STATE
+    try:
+        plain: Any = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path}: cannot be read: {error}") from error
+    return RunState.from_plain(plain, str(path))
 
 
 def find(root: Path) -> Found:
@@ -138,6 +162,39 @@ def verify(checkpoint: Path) -> None:
     for name, facts in json.loads((checkpoint / MARKER).read_text())["files"].items():
         if (got := _checksum(checkpoint / name)) != facts["xxh3"]:
             raise CheckpointError(f"{checkpoint / name}: damaged: checksum {got}, expected {facts['xxh3']}")
+
+
+def _write(directory: Path, parts: Mapping[str, Part], state: RunState) -> None:
+    """A whole checkpoint in `directory`, made anew; the marker comes last."""
+    directory.mkdir()
+    for name, part in parts.items():
+        (directory / name).mkdir()
+        part.save(directory / name)
+    (directory / STATE).write_text(json.dumps(state.as_plain(), indent=1))
+    files = {
+        path.relative_to(directory).as_posix(): {"bytes": path.stat().st_size, "xxh3": _checksum(path)}
+        for path in sorted(directory.rglob("*"))
+        if path.is_file()
+    }
+    fsync(directory / STATE)
+    (directory / MARKER).write_text(json.dumps({"step": state.step, "files": files}, indent=1))
+    for path in (directory / MARKER, *(directory / name for name in parts), directory):
+        fsync(path)
+
+
+def _sweep(root: Path) -> None:
+    """Remove what an earlier process left behind while it wrote or removed."""
+    for path in root.iterdir():
+        if path.name.startswith((_UNFINISHED, _DISCARDED)):
+            shutil.rmtree(path)
+
+
+def _prune(root: Path, *, run_id: str, keep: int) -> None:
+    """Remove all but the run's newest complete checkpoints; those of earlier runs stay."""
+    own = [path for path in find(root).complete if read_state(path).run_id == run_id]
+    for old in own[:-keep]:
+        old.rename(root / f"{_DISCARDED}{old.name}")
+    _sweep(root)
 
 
 def _lacks(path: Path) -> str | None:

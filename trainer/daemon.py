@@ -1,7 +1,8 @@
 """The trainer daemon: one task group around bus, intake, training loop and publisher.
 
-It binds the bus first, so that a rollouter may come at any time, then prepares the model, publishes the first version, trains.
-Ends with topic `end`: finished, stopped (drained on request) or failed with the reason.
+It reads where the run stands (checkpoint, journal), binds the bus at that position, so that a rollouter may come at any time,
+then prepares the model, publishes the first version, trains. Ends with topic `end`: finished, drained, stopped (at once) or
+failed with the reason.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ from configs.paths import bus_address, held_alone, make_run_dir, sockets_of
 from configs.schema import Settings
 from configs.signals import ending_signals
 from sample_bus.errors import PeerLost
+from sample_bus.journal import TrainerBegan, TrainerEnded
+from sample_bus.journal_writer import JournalWriter
 from sample_bus.messages import (
     Accepted,
     ChangeSettings,
@@ -30,7 +33,6 @@ from sample_bus.messages import (
     EndReason,
     Failed,
     LiveSettingsState,
-    RolloutDropped,
     RollouterStatus,
     SettingChange,
     SettingsChanged,
@@ -39,11 +41,16 @@ from sample_bus.messages import (
 from sample_bus.open import open_hub
 from sample_bus.peers import LossReason
 from sample_bus.protocols import Hub
+from trainer.books import Books
 from trainer.clock import ActivityClock
+from trainer.commits import Commits
 from trainer.errors import RunDirInUse, TrainerError
+from trainer.groups import GroupAssembler
 from trainer.intake import Intake
 from trainer.model_source import check_source
 from trainer.process import TRAINING_THREAD
+from trainer.retained import Retained, retained_dir
+from trainer.standing import Standing, standing_of
 from trainer.status import StatusBoard
 
 log = structlog.get_logger()
@@ -79,16 +86,29 @@ async def run(settings: Settings) -> None:
                 f"{settings.run_dir}: another trainer is at work here; stop it, or give another run_dir"
             ) from None
         held.enter_context(sockets_of(settings))
+        standing = standing_of(settings)
+        journal = held.enter_context(contextlib.closing(JournalWriter(standing.journal_path)))
         async with open_hub(
             settings.bus,
             address=address,
             run=settings.name,
+            run_id=standing.run_id,
             incarnation=incarnation,
             quarantine_dir=settings.run_dir / "quarantine",
         ) as hub:
+            hub.set_origin(standing.policy_version)
+            hub.seek(standing.position)
             remember(settings)
-            log.info("trainer listens", address=address, incarnation=incarnation, run_dir=str(settings.run_dir))
-            await _until_over(TrainerDaemon(settings, hub, incarnation=incarnation, drain=drain), stop)
+            log.info(
+                "trainer listens",
+                address=address,
+                run_id=standing.run_id,
+                incarnation=incarnation,
+                run_dir=str(settings.run_dir),
+                step=standing.step,
+            )
+            daemon = TrainerDaemon(settings, hub, standing, journal, incarnation=incarnation, drain=drain)
+            await _until_over(daemon, stop)
 
 
 async def _until_over(daemon: TrainerDaemon, stop: asyncio.Event) -> None:
@@ -107,25 +127,45 @@ async def _until_over(daemon: TrainerDaemon, stop: asyncio.Event) -> None:
 class TrainerDaemon:
     """Wires the parts and answers the control requests."""
 
-    def __init__(self, settings: Settings, hub: Hub, *, incarnation: str, drain: asyncio.Event) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        hub: Hub,
+        standing: Standing,
+        journal: JournalWriter,
+        *,
+        incarnation: str,
+        drain: asyncio.Event,
+    ) -> None:
         self._settings = settings
         self._hub = hub
+        self._standing = standing
+        self._journal = journal
         self._incarnation = incarnation
         self._drain = drain
         self._live = LiveSettings(settings)
         self._clock = ActivityClock()
+        self._retained = Retained(retained_dir(settings.run_dir, standing.run_id)) if settings.bus.retain else None
+        self._commits = Commits(hub, journal, at_once=settings.checkpoint.every_steps == 0)
         self._intake = Intake(
             hub,
-            group_size=settings.group_size,
-            samples_per_step=settings.samples_per_step,
+            groups_per_step=settings.samples_per_step // settings.group_size,
             max_staleness=settings.max_staleness,
             incarnation=incarnation,
+            assembler=GroupAssembler(on_failed_seat=settings.on_failed_seat, min_survivors=settings.min_survivors),
+            journal=journal,
+            books=Books(standing.counts),
+            history=standing.history,
+            retained=self._retained,
             on_change=self._touch,
+            on_settled=self._commits.settled,
         )
         self._board = StatusBoard(
             hub,
             self._clock,
             incarnation=incarnation,
+            origin_version=standing.policy_version,
+            step=standing.step,
             num_steps=settings.num_steps,
             agreed=agreed_values(settings),
             counts=self._intake.counts,
@@ -133,11 +173,21 @@ class TrainerDaemon:
         )
         self._rollouter_failed: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         hub.handle("settings.set", ChangeSettings, self._change_settings)
-        hub.handle("rollout.failed", RolloutDropped, self._close_group)
         hub.handle("run.failed", Failed, self._take_failure)
 
     async def run(self) -> None:
         """Everything from the first topic to the last."""
+        standing = self._standing
+        self._journal.write(
+            TrainerBegan(
+                at=time.time(),
+                incarnation=self._incarnation,
+                step=standing.step,
+                policy_version=standing.policy_version,
+                position=standing.position.as_plain(),
+                counts=standing.counts.model_dump(mode="json"),
+            )
+        )
         await self._hub.publish("settings", self._settings_state())
         await self._board.flush()
         end = EndOfRun(reason=EndReason.STOPPED, message=_STOPPED_AT_ONCE)
@@ -159,19 +209,21 @@ class TrainerDaemon:
                     for task in side:
                         task.cancel()
             end = (
-                EndOfRun(reason=EndReason.STOPPED, message="drained on request")
+                EndOfRun(reason=EndReason.DRAINED, message="drained on request")
                 if self._drain.is_set() and self._board.status.step < self._settings.num_steps
                 else EndOfRun(reason=EndReason.FINISHED)
             )
         except ExceptionGroup as failures:
             first = _first(failures)
             if isinstance(first, _Drained):
-                end = EndOfRun(reason=EndReason.STOPPED, message=f"drained on request {first}")
+                end = EndOfRun(reason=EndReason.DRAINED, message=f"drained on request {first}")
                 return
             end = EndOfRun(reason=EndReason.FAILED, message=f"{type(first).__name__}: {first}")
             raise first from first.__cause__
         finally:
             executor.shutdown(wait=False, cancel_futures=True)
+            if self._retained is not None:
+                self._retained.close()
             await asyncio.shield(self._say_goodbye(end))
 
     async def _end_when_drained_at_start(self) -> None:
@@ -191,6 +243,11 @@ class TrainerDaemon:
             board=self._board,
             clock=self._clock,
             intake=self._intake,
+            commits=self._commits,
+            journal=self._journal,
+            retained=self._retained,
+            checkpoint=self._standing.checkpoint,
+            run_id=self._standing.run_id,
             incarnation=self._incarnation,
             drain=self._drain,
             executor=executor,
@@ -216,14 +273,13 @@ class TrainerDaemon:
                 return
             if self._drain.is_set():
                 raise _Drained("after the rollouter had left")
-            if lost.reason is LossReason.REPLACED:
-                self._intake.close_epoch(lost.name, lost.epoch)
             if bus.on_lost == "fail" and lost.reason is not LossReason.REPLACED:
                 raise PeerLost(f"rollouter {lost}")
             log.warning(
                 "rollouter lost, waiting for it", rollouter=lost.name, reason=str(lost.reason), deadline_s=bus.connect_timeout_s
             )
             name = await self._hub.wait_rollouter(bus.connect_timeout_s)
+            self._intake.note_streams(self._hub.position())
             log.info("rollouter is back", rollouter=name)
             self._board.touch()
 
@@ -238,10 +294,21 @@ class TrainerDaemon:
             log.info(
                 "waiting",
                 awaits=status.detail,
-                lacks=self._intake.waiting_for() if status.state is TrainerState.WAITING else "the rollouter's answer",
+                lacks=self._lacks() if status.state is TrainerState.WAITING else "the rollouter's answer",
                 rollouter=f"{rollouter.state}: {rollouter.detail}" if rollouter else "not connected",
                 waited_s=round(waited_s, 1),
             )
+
+    def _lacks(self) -> str:
+        """What the next batch lacks, and whether there is room for it at all."""
+        bus, held = self._settings.bus, self._hub.consumer_statistics()
+        text = self._intake.waiting_for()
+        if held.queued >= bus.max_queued_samples or held.queued_bytes >= bus.max_queued_bytes:
+            text += (
+                f"; the bus is full with {held.queued} records ({held.queued_bytes} bytes): if no group among them can become "
+                "whole, raise bus.max_queued_samples or bus.max_queued_bytes"
+            )
+        return text
 
     async def _change_settings(self, request: ChangeSettings) -> SettingsChanged:
         changes = self._live.change(
@@ -269,10 +336,6 @@ class TrainerDaemon:
             changes=tuple(SettingChange(**asdict(change)) for change in self._live.changes[-_KEPT_CHANGES:]),
         )
 
-    async def _close_group(self, seat: RolloutDropped) -> Accepted:
-        self._intake.close_group(seat.group_id, f"seat {seat.seat}: {seat.reason}")
-        return Accepted()
-
     async def _take_failure(self, failure: Failed) -> Accepted:
         if not self._rollouter_failed.done():
             self._rollouter_failed.set_result(failure.message)
@@ -284,6 +347,14 @@ class TrainerDaemon:
     async def _say_goodbye(self, end: EndOfRun) -> None:
         """Tell everyone how the run ended and give the rollouter a moment to leave."""
         log.info("run ended", reason=str(end.reason), message=end.message)
+        self._journal.write(
+            TrainerEnded(
+                at=time.time(),
+                reason=str(end.reason),
+                message=end.message,
+                counts=self._intake.counts().model_dump(mode="json"),
+            )
+        )
         self._board.enter(TrainerState.ENDED, str(end.reason))
         await self._board.flush()
         await self._hub.publish("end", end)

@@ -17,6 +17,7 @@ import structlog
 
 from sample_bus.journal import Id, Queued, Record, RecordsDropped, RecordsGone
 from sample_bus.messages import Counts
+from sample_bus.position import BusPosition
 from sample_bus.protocols import Consumer, Gone, Lease, LeasedClosure
 from sample_bus.sample import SampleId
 from trainer.books import Books
@@ -100,6 +101,14 @@ class Intake:
                 return batch
             self._changed.clear()
             await self._changed.wait()
+
+    def note_streams(self, position: BusPosition) -> None:
+        """Producers came back. One that has lost its stream opened another, the last of its own in `position`: groups of the
+        lost one are given up now, since their places may be what the new one waits for."""
+        for producer, epoch in {stream.producer: stream.epoch for stream in position.streams}.items():
+            if self._epochs.get(producer, epoch) != epoch:
+                self._begin_epoch(producer, epoch)
+                self._on_change()
 
     def settle_trained(self, batch: Batch) -> None:
         """The batch's effect is in the weights."""

@@ -1,40 +1,54 @@
 """The training loop.
 
-Consumes whole groups from the intake; waits for samples, and at the end for the last evaluation; produces optimizer steps,
-policy versions, metrics and checkpoints; ends after `num_steps`, when asked to drain, or with an exception.
+Consumes whole groups from the intake; waits for samples, for a journal that cannot be written, and at the end for the last
+evaluation; produces optimizer steps, policy versions, metrics and checkpoints; ends after `num_steps`, when asked to drain, or
+with an exception. Invariant: a step's records are in the journal before the step, and a checkpoint's position and counts are
+those of its weights.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Executor
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 import structlog
 
-from configs.live import LiveSettings
-from configs.schema import Settings
+from configs.keys import leaves
+from configs.live import LiveSettings, live_values, with_live
+from configs.schema import Scope, Settings, TrainerSettings
+from sample_bus.journal import Saved, StepBegan, StepTrained
+from sample_bus.journal_writer import JournalWriter
 from sample_bus.messages import StepSummary, TrainerState
-from sample_bus.protocols import Leased
-from sample_bus.sample import NO_VERSION
+from sample_bus.protocols import Consumer, Leased
+from sample_bus.sample import NO_VERSION, Sample
 from trainer.advantages import group_advantages
-from trainer.checkpoint import save_checkpoint
+from trainer.checkpoint import DIRECTORY, Part, save_checkpoint
 from trainer.clock import Activity, ActivityClock
+from trainer.commits import Commits
+from trainer.errors import CheckpointError
 from trainer.evaluations import Evaluations
-from trainer.groups import Group
-from trainer.intake import Intake
+from trainer.intake import Intake, plain_ids
+from trainer.plan import Batch
 from trainer.policy import LossOptions, Policy, Proximal, StepReport
 from trainer.publisher import Publisher
+from trainer.run_state import RunState
 from trainer.status import StatusBoard
 from trainer.tracking import Tracker
 from trainer.update import UpdateOptions, train_step
 
 log = structlog.get_logger()
+
+
+class Flushed(Protocol):
+    """What must be on disk before a step is taken: the journal, and what is kept of the bus."""
+
+    async def flush(self) -> None: ...
 
 
 class TrainingLoop:
@@ -46,6 +60,13 @@ class TrainingLoop:
         live: LiveSettings,
         policy: Policy,
         *,
+        consumer: Consumer,
+        journal: JournalWriter,
+        retained: Flushed | None,
+        commits: Commits,
+        parts: Mapping[str, Part],
+        run_id: str,
+        incarnation: str,
         intake: Intake,
         publisher: Publisher,
         evaluations: Evaluations,
@@ -55,9 +76,18 @@ class TrainingLoop:
         executor: Executor,
         first_step: int,
         policy_version: int,
+        saved_step: int | None,
         drain: asyncio.Event,
     ) -> None:
+        """`parts` is what checkpoints hold, the policy among it; `saved_step` that of this run's newest checkpoint."""
         self._settings = settings
+        self._consumer = consumer
+        self._journal = journal
+        self._retained = retained
+        self._commits = commits
+        self._parts = parts
+        self._run_id = run_id
+        self._incarnation = incarnation
         self._live = live
         self._policy = policy
         self._intake = intake
@@ -68,6 +98,7 @@ class TrainingLoop:
         self._tracker = tracker
         self._executor = executor
         self._step = first_step
+        self._saved_step = saved_step
         self._drain = drain
         self.policy_version = policy_version
 
@@ -75,10 +106,10 @@ class TrainingLoop:
         """Train until the last step or until asked to drain."""
         settings = self._settings
         while self._step < settings.num_steps and not self._drain.is_set():
-            groups = await self._wait_for_batch()
-            if groups is None:
+            batch = await self._wait_for_batch()
+            if batch is None:
                 break
-            await self._train(groups)
+            await self._train(batch)
             if self._step % settings.trigger_parameter_sync_step == 0:
                 self.policy_version += 1
                 await self.publish()
@@ -86,12 +117,12 @@ class TrainingLoop:
                 if every and self.policy_version % every == 0 and self._step < settings.num_steps:
                     await self._evaluations.ask(self.policy_version)
             if settings.checkpoint.every_steps and self._step % settings.checkpoint.every_steps == 0:
-                await self.save()
+                await self._try_to_save()
         finished = self._step >= settings.num_steps
-        if settings.checkpoint.at_end and not (
-            settings.checkpoint.every_steps and self._step % settings.checkpoint.every_steps == 0
-        ):
-            await self.save()
+        if settings.checkpoint.at_end:
+            self._commits.hold()
+            if self._step != self._saved_step:
+                await self.save()
         if finished and settings.evaluation.at_end:
             await self._evaluate_at_end()
 
@@ -110,17 +141,45 @@ class TrainingLoop:
         self._tracker.write("sync", self.policy_version, row)
 
     async def save(self) -> None:
-        """Write a checkpoint of this step."""
+        """Write a checkpoint of this step; afterwards producers may free what it covers. Raises CheckpointError."""
+        await self._flush(f"before a checkpoint of step {self._step}")
         self._board.enter(TrainerState.SAVING, f"step {self._step}")
-        state = {"step": self._step, "policy_version": self.policy_version}
-        root = self._settings.run_dir / "checkpoints"
+        state = RunState(
+            run_id=self._run_id,
+            incarnation=self._incarnation,
+            step=self._step,
+            policy_version=self.policy_version,
+            position=self._consumer.position(),
+            counts=self._intake.settled_counts(),
+        )
+        root = self._settings.run_dir / DIRECTORY
+        keep = self._settings.checkpoint.keep
         with self._clock.during(Activity.SAVING):
-            path: Path = await self._in_thread(
-                lambda: save_checkpoint(root, self._policy, step=self._step, state=state, keep=self._settings.checkpoint.keep)
-            )
+            path: Path = await self._in_thread(lambda: save_checkpoint(root, self._parts, state=state, keep=keep))
+        self._saved_step = self._step
+        self._journal.write(
+            Saved(at=time.time(), step=state.step, policy_version=state.policy_version, position=state.position.as_plain())
+        )
+        await self._flush(f"after the checkpoint of step {self._step}")
+        self._commits.saved(state.position)
         log.info("checkpoint saved", step=self._step, path=str(path))
 
-    async def _wait_for_batch(self) -> list[Group] | None:
+    async def _try_to_save(self) -> None:
+        try:
+            await self.save()
+        except CheckpointError as error:
+            every = self._settings.checkpoint.every_steps
+            log.warning("checkpoint not saved, the run goes on", error=str(error), next_at_step=self._step + every)
+
+    async def _flush(self, when: str) -> None:
+        """Return when everything told so far is on disk; says what is awaited while it is not."""
+        if self._journal.is_blocked:
+            self._board.enter(TrainerState.WAITING, f"{self._journal.path} cannot be written {when}: {self._journal.problem}")
+        await self._journal.flush()
+        if self._retained is not None:
+            await self._retained.flush()
+
+    async def _wait_for_batch(self) -> Batch | None:
         self._board.enter(TrainerState.WAITING, f"samples of step {self._step + 1}")
         with self._clock.during(Activity.WAITING):
             batch = asyncio.ensure_future(self._intake.next_batch(lambda: self.policy_version))
@@ -132,34 +191,44 @@ class TrainingLoop:
                 batch.cancel()
                 drained.cancel()
 
-    async def _train(self, groups: Sequence[Group]) -> None:
-        self._board.enter(TrainerState.TRAINING, f"step {self._step + 1}")
+    async def _train(self, batch: Batch) -> None:
+        step = self._step + 1
+        settings = self._live.settings if batch.options is None else with_live(self._live.settings, batch.options)
+        members = [leased for group in batch.groups for leased in group.members]
+        self._journal.write(
+            StepBegan(
+                at=time.time(),
+                step=step,
+                policy_version=self.policy_version,
+                samples=plain_ids([leased.id for leased in members]),
+                closures=plain_ids([lease.id for group in batch.groups for lease in group.closures]),
+                options=step_options(settings),
+            )
+        )
+        with self._clock.during(Activity.WAITING):
+            await self._flush(f"before step {step}")
+        self._board.enter(TrainerState.TRAINING, f"step {step}" + (", taken again" if batch.replayed else ""))
         started = time.monotonic()
-        members = [leased for group in groups for leased in group.members]
         samples = [leased.sample for leased in members]
-        trainer = self._live.settings.trainer
-        advantages = group_advantages(
-            np.array([sample.reward for sample in samples], dtype=np.float32),
-            [sample.group_id for sample in samples],
-            normalize_by_std=trainer.normalize_by_std,
-        )
-        options = UpdateOptions(
-            learning_rate=trainer.learning_rate,
-            warmup_steps=trainer.warmup_steps,
-            loss=LossOptions(
-                clip_low=trainer.clip_low,
-                clip_high=trainer.clip_high,
-                max_importance_weight=trainer.max_importance_weight,
-                proximal=Proximal(trainer.proximal),
-            ),
-        )
+        advantages = advantages_of(samples, settings.trainer)
+        options = options_of(settings.trainer)
         with self._clock.during(Activity.TRAINING):
             report: StepReport = await self._in_thread(lambda: train_step(self._policy, samples, advantages, options))
-        self._step += 1
-        self._intake.settle_trained(groups)
-        self._record(members, report, time.monotonic() - started)
+        self._step = step
+        self._journal.write(
+            StepTrained(
+                at=time.time(),
+                step=step,
+                policy_version=self.policy_version,
+                loss=report.loss,
+                grad_norm=report.grad_norm,
+                replayed=batch.replayed,
+            )
+        )
+        self._intake.settle_trained(batch)
+        self._record(members, report, time.monotonic() - started, replayed=batch.replayed)
 
-    def _record(self, members: Sequence[Leased], report: StepReport, seconds: float) -> None:
+    def _record(self, members: Sequence[Leased], report: StepReport, seconds: float, *, replayed: bool) -> None:
         staleness = np.array([self.policy_version - leased.sample.oldest_version for leased in members])
         token_staleness = np.concatenate([self._token_staleness(leased) for leased in members])
         rewards = np.array([leased.sample.reward for leased in members])
@@ -206,9 +275,11 @@ class TrainingLoop:
             "admitted_revision_min": int(revisions.min()),
             "admitted_revision_max": int(revisions.max()),
             "staleness_max_of_newest_revision": int(staleness[revisions == revisions.max()].max()),
+            "replayed": int(replayed),
             "samples_queued": counts.queued,
             "samples_trained": counts.trained,
             "samples_dropped": sum(counts.dropped.values()),
+            "seats_closed": counts.closed,
             **{f"seconds_{activity}": spent for activity, spent in self._clock.seconds().items()},
         }
         self._tracker.write("train", self._step, row)
@@ -224,6 +295,7 @@ class TrainingLoop:
             mismatch_mean_abs=round(summary.mismatch_mean_abs, 6),
             importance_mean=round(summary.importance_mean, 5),
             seconds=round(seconds, 2),
+            **({"replayed": True} if replayed else {}),
         )
 
     def _token_staleness(self, leased: Leased) -> npt.NDArray[np.int32]:
@@ -239,3 +311,32 @@ class TrainingLoop:
 
     async def _in_thread(self, function: Any) -> Any:
         return await asyncio.get_running_loop().run_in_executor(self._executor, function)
+
+
+def advantages_of(samples: Sequence[Sample], trainer: TrainerSettings) -> npt.NDArray[np.float32]:
+    """[n] float32, one per sample; relative to the siblings that are there."""
+    return group_advantages(
+        np.array([sample.reward for sample in samples], dtype=np.float32),
+        [sample.group_id for sample in samples],
+        normalize_by_std=trainer.normalize_by_std,
+    )
+
+
+def step_options(settings: Settings) -> dict[str, Any]:
+    """Every live setting that a step uses, by dotted key: what the journal keeps for it."""
+    values = live_values(settings)
+    return {key: value for key, value in values.items() if leaves()[key].scope == Scope.NEXT_STEP}
+
+
+def options_of(trainer: TrainerSettings) -> UpdateOptions:
+    """What holds for one step under these settings."""
+    return UpdateOptions(
+        learning_rate=trainer.learning_rate,
+        warmup_steps=trainer.warmup_steps,
+        loss=LossOptions(
+            clip_low=trainer.clip_low,
+            clip_high=trainer.clip_high,
+            max_importance_weight=trainer.max_importance_weight,
+            proximal=Proximal(trainer.proximal),
+        ),
+    )

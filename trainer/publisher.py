@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Executor
 from pathlib import Path
 from types import TracebackType
@@ -37,11 +37,14 @@ class Publisher:
         socket_dir: Path,
         dtype: torch.dtype,
         loop: asyncio.AbstractEventLoop,
+        on_version: Callable[[int, str], None] = lambda version, digest: None,
     ) -> None:
+        """`on_version` is told each version and its digest before it is announced."""
         self._control = control
         self._settings = settings
         self._incarnation = incarnation
         self._loop = loop
+        self._on_version = on_version
         self._round: WeightRound | None = None
         self._changed = asyncio.Condition()
         self._committed: dict[str, int] = {}
@@ -79,6 +82,7 @@ class Publisher:
             total_bytes=publication.total_bytes,
             announced_at=time.time(),
         )
+        self._on_version(policy_version, publication.manifest_digest)
         await self._control.publish("round", self._round)
         log.info(
             "policy version published",

@@ -7,7 +7,6 @@ and which parameters, and reading refuses any other.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -15,6 +14,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
+from trainer.durable import fsync
 from trainer.errors import CheckpointError
 from trainer.optimizer import AdamW
 from trainer.ranks import Ranks
@@ -59,15 +59,6 @@ def read(directory: Path, names: Sequence[str], parameters: Sequence[torch.Tenso
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"{path}: cannot be read: {error}") from error
     optimizer.steps_taken = steps
-
-
-def fsync(path: Path) -> None:
-    """Return once the file or directory is on disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _kinds(optimizer: AdamW) -> tuple[tuple[str, list[torch.Tensor]], ...]:

@@ -26,6 +26,8 @@ class StatusBoard:
         clock: ActivityClock,
         *,
         incarnation: str,
+        origin_version: int = 0,
+        step: int = 0,
         num_steps: int,
         agreed: Mapping[str, Any],
         counts: Callable[[], Counts],
@@ -36,7 +38,13 @@ class StatusBoard:
         self._counts = counts
         self._rollouter = rollouter
         self._status = TrainerStatus(
-            state=TrainerState.STARTING, incarnation=incarnation, num_steps=num_steps, agreed=dict(agreed)
+            state=TrainerState.STARTING,
+            incarnation=incarnation,
+            origin_version=origin_version,
+            policy_version=origin_version,
+            step=step,
+            num_steps=num_steps,
+            agreed=dict(agreed),
         )
         self._entered_at = time.monotonic()
         self._dirty = asyncio.Event()

@@ -6,7 +6,8 @@ Loaded by the daemon once its bus listens, since it brings torch along.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Mapping
 from concurrent.futures import Executor
 from dataclasses import dataclass
 from typing import TypeVar
@@ -17,17 +18,21 @@ from configs.live import LiveSettings
 from configs.loader import dump
 from configs.paths import socket_dir
 from configs.schema import Settings
+from sample_bus.journal import VersionPublished
+from sample_bus.journal_writer import JournalWriter
 from sample_bus.messages import TrainerState
 from sample_bus.protocols import Hub
-from trainer.checkpoint import resume
+from trainer.checkpoint import Checkpoint, Part, load
 from trainer.clock import ActivityClock
+from trainer.commits import Commits
 from trainer.evaluations import Evaluations
 from trainer.fsdp import FsdpPolicy
 from trainer.intake import Intake
 from trainer.loop import TrainingLoop
 from trainer.models import prepare_model
-from trainer.policy import Policy
 from trainer.publisher import Publisher
+from trainer.randomness import Randomness
+from trainer.retained import Retained
 from trainer.status import StatusBoard
 from trainer.tracking import open_tracker
 
@@ -45,6 +50,12 @@ class Surroundings:
     board: StatusBoard
     clock: ActivityClock
     intake: Intake
+    commits: Commits
+    journal: JournalWriter
+    retained: Retained | None
+    checkpoint: Checkpoint | None
+    """Where the run goes on from; the hub stands at its position."""
+    run_id: str
     incarnation: str
     drain: asyncio.Event
     executor: Executor
@@ -67,9 +78,16 @@ async def train(around: Surroundings) -> None:
     policy = await in_thread(
         lambda: FsdpPolicy(prepared.model_dir, settings.trainer, dtype=prepared.dtype, trust_remote_code=trusted)
     )
-    step, version = await in_thread(lambda: _resume(settings, policy))
-    board.set(origin_version=version, policy_version=version, step=step)
-    around.hub.set_origin(version)
+    randomness = Randomness()
+    parts: Mapping[str, Part] = {"policy": policy, "random": randomness}
+    await in_thread(lambda: _begin(around.checkpoint, parts, randomness, seed=settings.seed))
+    checkpoint = around.checkpoint
+    own = checkpoint is not None and checkpoint.state.run_id == around.run_id
+    step, version = (checkpoint.state.step, checkpoint.state.policy_version) if checkpoint else (0, 0)
+    if checkpoint is not None:
+        log.info("resumed", path=str(checkpoint.path), step=step, policy_version=version)
+        if own:
+            around.commits.saved(checkpoint.state.position)
     if step >= settings.num_steps:
         log.info("already complete", step=step, num_steps=settings.num_steps)
         return
@@ -89,6 +107,9 @@ async def train(around: Surroundings) -> None:
         socket_dir=socket_dir(settings),
         dtype=prepared.dtype,
         loop=loop,
+        on_version=lambda version, digest: around.journal.write(
+            VersionPublished(at=time.time(), policy_version=version, step=board.status.step, digest=digest)
+        ),
     )
     try:
         with publisher:
@@ -97,6 +118,13 @@ async def train(around: Surroundings) -> None:
                 settings,
                 around.live,
                 policy,
+                consumer=around.hub,
+                journal=around.journal,
+                retained=around.retained,
+                commits=around.commits,
+                parts=parts,
+                run_id=around.run_id,
+                incarnation=around.incarnation,
                 intake=around.intake,
                 publisher=publisher,
                 evaluations=evaluations,
@@ -106,30 +134,33 @@ async def train(around: Surroundings) -> None:
                 executor=around.executor,
                 first_step=step,
                 policy_version=version,
+                saved_step=step if own else None,
                 drain=around.drain,
             )
-            await _run(training, around.intake, evaluations if settings.evaluation.at_start else None)
+            await _run(training, around, evaluations if settings.evaluation.at_start else None)
     finally:
         await asyncio.to_thread(tracker.close)
 
 
-async def _run(training: TrainingLoop, intake: Intake, evaluations: Evaluations | None) -> None:
+async def _run(training: TrainingLoop, around: Surroundings, evaluations: Evaluations | None) -> None:
     if evaluations is not None:
         await evaluations.ask(training.policy_version)
     await training.publish()
+    intake = around.intake
     try:
         async with asyncio.TaskGroup() as tasks:
-            taking = tasks.create_task(intake.run())
+            side = [tasks.create_task(work) for work in (intake.run(), intake.follow_losses(), around.commits.run())]
             await training.run()
-            taking.cancel()
+            for task in side:
+                task.cancel()
     finally:
         intake.close_unfinished()
+        around.commits.finish()
 
 
-def _resume(settings: Settings, policy: Policy) -> tuple[int, int]:
-    """Step and policy version to go on from."""
-    state = resume(settings.run_dir / "checkpoints", policy, mode=settings.checkpoint.resume)
-    if state is None:
-        return 0, 0
-    log.info("resumed", **state)
-    return int(state["step"]), int(state["policy_version"])
+def _begin(checkpoint: Checkpoint | None, parts: Mapping[str, Part], randomness: Randomness, *, seed: int) -> None:
+    """Bring model and random generators to where the run goes on. Raises CheckpointError."""
+    if checkpoint is None:
+        randomness.seed(seed)
+    else:
+        load(checkpoint, parts)
