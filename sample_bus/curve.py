@@ -127,7 +127,7 @@ def handshake_problem(event: int, value: int, keys: ClientKeys | None) -> str | 
             return "it closed the connection in the handshake: it asks for keys (bus.keys_dir), or it is no trainer"
         return (
             f"it closed the connection in the handshake: {keys.directory / SERVER_PUBLIC} ({short(keys.server_public)}) is not "
-            "its key, or it asks for none"
+            "its key, or it asks for no keys"
         )
     return None
 

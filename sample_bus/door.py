@@ -20,6 +20,7 @@ from zmq.utils.monitor import recv_monitor_message
 log = structlog.get_logger()
 
 DOMAIN = b"headrace"
+GONE = "it closed the connection in the handshake: it has no keys, or only looked whether anyone listens"
 _ZAP_ADDRESS = "inproc://zeromq.zap.01"
 _MONITOR_ADDRESS = "inproc://headrace.door"
 _EVENTS: int = (
@@ -156,15 +157,18 @@ class _Door:
             else:
                 self._problem = f"it does not speak this protocol (error {value:#x})"
         elif event == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL:
-            self._problem = ""
-            log.debug("connection closed in the handshake")
+            self._problem = GONE
         elif event == zmq.EVENT_DISCONNECTED:
             host, problem, self._problem = self._hosts.pop(value, ""), self._problem, ""
             if problem:
                 self._log(host, problem)
 
     def _log(self, host: str, problem: str, **facts: str) -> None:
-        if self._notices.worth_a_line(host, problem + "".join(facts.values()), time.monotonic()):
+        if not self._notices.worth_a_line(host, problem + "".join(facts.values()), time.monotonic()):
+            return
+        if problem == GONE:
+            log.info("client left at the door", host=host or "unknown", problem=problem)
+        else:
             log.warning("client refused", host=host or "unknown", problem=problem, **facts)
 
 

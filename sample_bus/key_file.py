@@ -36,18 +36,11 @@ def read_public(path: Path) -> bytes:
 def _read(path: Path, *, private: bool) -> dict[str, Any]:
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
-        with os.fdopen(descriptor, "rb") as file:
-            facts = os.fstat(file.fileno())
-            if not stat.S_ISREG(facts.st_mode):
-                raise Insecure(f"{path}: is no regular file")
-            if private and stat.S_IMODE(facts.st_mode) & 0o077:
-                raise Insecure(
-                    f"{path}: others may read it (mode {stat.S_IMODE(facts.st_mode):04o}), expected 0600; `chmod 600 {path}`, "
-                    "and new keys if anyone has"
-                )
-            if private and facts.st_uid not in (os.geteuid(), 0):
-                raise Insecure(f"{path}: belongs to user {facts.st_uid}, expected {os.geteuid()}")
-            text = file.read(MAX_KEY_FILE_BYTES + 1)
+        try:
+            _check(path, os.fstat(descriptor), private=private)
+            text = os.read(descriptor, MAX_KEY_FILE_BYTES + 1)
+        finally:
+            os.close(descriptor)
     except OSError as error:
         raise Insecure(
             f"{path}: cannot be read: {(error.strerror or str(error)).lower()}; `headrace keys new DIR` makes keys"
@@ -59,6 +52,18 @@ def _read(path: Path, *, private: bool) -> dict[str, Any]:
     if not isinstance(fields, dict):
         raise Insecure(f"{path}: is no key file")
     return fields
+
+
+def _check(path: Path, facts: os.stat_result, *, private: bool) -> None:
+    if not stat.S_ISREG(facts.st_mode):
+        raise Insecure(f"{path}: is no regular file")
+    if private and stat.S_IMODE(facts.st_mode) & 0o077:
+        raise Insecure(
+            f"{path}: others may read it (mode {stat.S_IMODE(facts.st_mode):04o}), expected 0600; `chmod 600 {path}`, "
+            "and new keys if anyone has"
+        )
+    if private and facts.st_uid not in (os.geteuid(), 0):
+        raise Insecure(f"{path}: belongs to user {facts.st_uid}, expected {os.geteuid()}")
 
 
 def _key(fields: dict[str, Any], name: str, path: Path) -> bytes:
