@@ -157,7 +157,7 @@ class Channel:
 
     def train(self, which: int, late: bool) -> None:
         """Settle some record; the acknowledgements of it may overtake each other or be repeated."""
-        if (leased := self.inbox.lease()) is not None:
+        while len(self.leased) < 4 and (leased := self.inbox.lease()) is not None:
             assert isinstance(leased, Leased)
             self.leased.append(leased)
         if self.leased:
@@ -198,20 +198,26 @@ class Channel:
         self.loop.close()
 
 
+DEATHS = ("connect", "kill_producer", "kill_trainer", "save")
+MOVES = st.one_of(
+    st.tuples(st.just("offer"), st.integers(1, 60)),
+    st.tuples(st.just("write")),
+    st.tuples(st.just("arrive")),
+    st.tuples(st.just("train"), st.integers(0, 99), st.booleans()),
+    st.tuples(st.just("tell"), st.booleans()),
+)
+FLOW = (("offer", 20), ("write",), ("arrive",), ("tell", False), ("train", 3, False), ("tell", False))
+FILL = (("offer", 20), ("write",), ("arrive",), ("tell", False))
 STEPS = st.lists(
     st.one_of(
-        st.tuples(st.just("offer"), st.integers(1, 60)),
-        st.tuples(st.just("write")),
-        st.tuples(st.just("arrive")),
-        st.tuples(st.just("train"), st.integers(0, 99), st.booleans()),
-        st.tuples(st.just("tell"), st.booleans()),
-        st.tuples(st.just("save")),
-        st.tuples(st.just("connect")),
-        st.tuples(st.just("kill_producer")),
-        st.tuples(st.just("kill_trainer")),
+        st.lists(MOVES, min_size=1, max_size=12),
+        st.integers(1, 8).map(lambda times: [*FLOW] * times),
+        st.integers(1, 8).map(lambda times: [*FILL] * times),
+        st.sampled_from(DEATHS).map(lambda name: [(name,)]),
     ),
-    max_size=100,
-)
+    min_size=10,
+    max_size=40,
+).map(lambda parts: [step for part in parts for step in part])
 
 
 @given(STEPS, st.integers(1, 6), st.integers(1500, 6000))
