@@ -13,11 +13,12 @@ rollouter's.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from enum import StrEnum
 
 from sample_bus.issued import Handed, Issued, Rollout
+from sample_bus.ledger import identity
 from sample_bus.sample import SampleId
 from sample_bus.settlements import LOST_WITH_TRAINER, SETTLED, Fate, Outcome, Problems, Settlements, in_words, name_of
 
@@ -94,13 +95,17 @@ class Books:
 
     def line(self) -> str:
         """The identity in numbers."""
-        parts = [f"{self.trained} trained", _by_reason(self.dropped, "dropped")]
-        if self.failed:
-            parts.append(_by_reason(self.failed, "failed"))
-        parts += [f"{self.queued} queued", f"{self.on_the_way} {self.way}", f"{self.in_flight} in flight"]
-        text = f"{self.issued} issued = {' + '.join(parts)}"
-        if self.lost:
-            text += f" + {self.lost} LOST"
+        text = identity(
+            issued=self.issued,
+            trained=self.trained,
+            dropped=self.dropped,
+            failed=self.failed,
+            queued=self.queued,
+            on_the_way=self.on_the_way,
+            in_flight=self.in_flight,
+            way=self.way,
+            lost=self.lost,
+        )
         return text if self.closes else f"{text}: DOES NOT CLOSE ({self.num_problems} problems)"
 
     @property
@@ -108,30 +113,33 @@ class Books:
         return "on the way" if self.copies_known or self.end is None or not self.on_the_way else "on the way or lost"
 
 
-@dataclass(slots=True, kw_only=True)
-class _Reading:
+class Reading:
     """Both journals folded, and what the producers keep."""
 
-    issued: Issued
-    settlements: Settlements
-    copies: dict[str, Copies] | None
-    rejected: Collection[SampleId]
-    problems: Problems = field(default_factory=lambda: Problems([]))
-    lost: list[str] = field(default_factory=list)
-    spare: int = 0
+    def __init__(
+        self,
+        issued: Issued,
+        settlements: Settlements,
+        *,
+        copies: Iterable[Copies] | None,
+        rejected: Collection[SampleId] = (),
+    ) -> None:
+        """`copies`: None when they cannot be looked at from here (kept by a broker, or on another host). `rejected`: records
+        that the trainer's end could not decode, as far as they are known."""
+        self.issued = issued
+        self.settlements = settlements
+        self._copies = {one.producer: one for one in copies} if copies is not None else None
+        self._rejected = rejected
+        self._problems = Problems([])
+        self._lost: list[str] = []
+        self._num_spare = 0
+        self.records = self._merged()
+        """Records of every admitted rollout that has some, in stream order."""
 
-    def place(self, rollout: Rollout, records: list[Handed]) -> tuple[Place, str]:
+    def place(self, rollout: Rollout) -> tuple[Place, str]:
         """Where the rollout is, and the reason if there is one."""
-        known = [(record, self.settlements.outcome(record.id)) for record in records]
-        trained = [
-            record for record, outcome in known if outcome is not None and outcome.fate is Fate.TRAINED and not record.closed
-        ]
-        if len(trained) > 1:
-            self.problems.add(
-                f"rollout {rollout[0]}/{rollout[1]} was trained twice: records {', '.join(name_of(one.id) for one in trained)}"
-            )
-        self.spare += max(0, len(records) - 1)
-        if trained:
+        known = [(record, self.settlements.outcome(record.id)) for record in self.records.get(rollout, ())]
+        if any(outcome is not None and outcome.fate is Fate.TRAINED and not record.closed for record, outcome in known):
             return Place.TRAINED, ""
         places = [self._of_record(*one) for one in known if one[1] is not None or not self.issued.has_taken_back(one[0].id)]
         for place, reason in places:  # the first record decides, unless it came to nothing
@@ -140,14 +148,63 @@ class _Reading:
         for place, reason in places:
             if place is not Place.LOST:
                 return place, reason
-        if not places:
-            return Place.IN_FLIGHT, ""
-        self.lost.append(f"{rollout[0]}/{rollout[1]} (record {name_of(records[0].id)}: {places[0][1]})")
-        return places[0]
+        return places[0] if places else (Place.IN_FLIGHT, "")
+
+    def books(self) -> Books:
+        """Count every rollout, and look for contradictions; once."""
+        places = self._count()
+        self._check_unsettled()
+        if self._lost:
+            more = f" and {len(self._lost) - _NAMED} more" if len(self._lost) > _NAMED else ""
+            self._problems.add(f"{len(self._lost)} rollouts lost: {'; '.join(self._lost[:_NAMED])}{more}")
+        settlements, issued = self.settlements, self.issued
+        sources = (self._problems, settlements.problems, issued.problems)
+        ended = settlements.ended
+        return Books(
+            issued=issued.num_issued,
+            trained=places[Place.TRAINED, ""],
+            dropped=_reasons(places, Place.DROPPED),
+            failed=_reasons(places, Place.FAILED),
+            queued=places[Place.QUEUED, ""],
+            on_the_way=places[Place.ON_THE_WAY, ""],
+            in_flight=places[Place.IN_FLIGHT, ""],
+            lost=len(self._lost),
+            copies_known=self._copies is not None,
+            step=settlements.step,
+            policy_version=settlements.policy_version,
+            trainers=settlements.num_began,
+            rollouters=issued.num_began,
+            rolled_back=settlements.num_rolled_back,
+            spare_records=self._num_spare,
+            end=None if ended is None else f"{ended.reason}: {ended.message}" if ended.message else ended.reason,
+            problems=tuple(text for source in sources for text in source.texts),
+            num_problems=sum(source.num for source in sources),
+        )
+
+    def _count(self) -> Counter[tuple[Place, str]]:
+        places: Counter[tuple[Place, str]] = Counter()
+        for rollout, records in self.records.items():
+            place, reason = self.place(rollout)
+            places[place, reason] += 1
+            name = f"{rollout[0]}/{rollout[1]}"
+            if place is Place.LOST:
+                self._lost.append(f"{name} (record {name_of(records[0].id)}: {reason})")
+            if len(records) > 1:
+                self._num_spare += len(records) - 1
+                self._check_once(name, records)
+        places[Place.IN_FLIGHT, ""] += self.issued.num_issued - len(self.records)
+        return places
+
+    def _check_once(self, name: str, records: Sequence[Handed]) -> None:
+        """No two samples of one rollout were trained."""
+        outcomes = self.settlements.outcomes
+        trained = [one for one in records if not one.closed and one.id in outcomes and outcomes[one.id].fate is Fate.TRAINED]
+        if len(trained) > 1:
+            self._problems.add(f"rollout {name} was trained twice: records {', '.join(name_of(one.id) for one in trained)}")
 
     def _of_record(self, record: Handed, outcome: Outcome | None) -> tuple[Place, str]:
         if outcome is None:
-            if record.id in self.rejected:
+            if record.id in self._rejected:
                 return Place.DROPPED, REJECTED
             why = self._why_lost(record.id)
             if why:
@@ -165,9 +222,9 @@ class _Reading:
         """Why a record that no trainer has seen cannot be on its way; empty if it can."""
         if self.settlements.position.covers(sample_id):
             return "a checkpoint covers it, and nothing says what became of it"
-        if self.copies is None:
+        if self._copies is None:
             return ""
-        copies = self.copies.get(sample_id.producer)
+        copies = self._copies.get(sample_id.producer)
         if copies is None:
             return f"its producer {sample_id.producer!r} keeps nothing"
         if copies.epoch != sample_id.epoch:
@@ -178,88 +235,46 @@ class _Reading:
             return f"its producer keeps no copy (none from {copies.next_seq} on)"
         return ""
 
-    def check_unsettled(self) -> None:
+    def _check_unsettled(self) -> None:
         """What the trainer holds and has not settled must be covered by nothing and freed by nobody."""
         for sample_id, outcome in self.settlements.outcomes.items():
             if outcome.fate in SETTLED or outcome.fate is Fate.GONE:
                 continue
-            copies = self.copies.get(sample_id.producer) if self.copies is not None else None
+            copies = self._copies.get(sample_id.producer) if self._copies is not None else None
             if self.settlements.position.covers(sample_id):
-                self.problems.add(f"record {name_of(sample_id)} is {in_words(outcome)}, and a checkpoint covers it as settled")
+                self._problems.add(f"record {name_of(sample_id)} is {in_words(outcome)}, and a checkpoint covers it as settled")
             elif copies is not None and copies.epoch == sample_id.epoch and sample_id.seq < copies.first:
-                self.problems.add(f"record {name_of(sample_id)} is {in_words(outcome)}, and its producer freed its copy")
+                self._problems.add(f"record {name_of(sample_id)} is {in_words(outcome)}, and its producer freed its copy")
+
+    def _merged(self) -> dict[Rollout, list[Handed]]:
+        """Those that the rollouter noted, and those that only the trainer did (the rollouter died between the offer and its
+        note). What belongs to no admitted rollout is a problem."""
+        records = {rollout: list(handed) for rollout, handed in self.issued.handed.items() if self.issued.knows(rollout)}
+        for sample_id, seat in self.settlements.seats.items():
+            rollout = (seat.group_id, seat.seat)
+            if not self.issued.knows(rollout):
+                self._problems.add(
+                    f"record {name_of(sample_id)} is of seat {seat.seat} of {seat.group_id}, which was never admitted"
+                )
+                continue
+            handed = records.setdefault(rollout, [])
+            if all(sample_id != known.id for known in handed):
+                handed.append(Handed(sample_id, seat.closed))
+        for handed in records.values():
+            handed.sort(key=_by_id)
+        return records
 
 
 def balance(
     issued: Issued, settlements: Settlements, *, copies: Iterable[Copies] | None, rejected: Collection[SampleId] = ()
 ) -> Books:
-    """Put both journals and the producers' copies together.
-
-    `copies`: None when they cannot be looked at from here (kept by a broker, or on another host). `rejected`: records that the
-    trainer's end could not decode, as far as they are known.
-    """
-    reading = _Reading(
-        issued=issued,
-        settlements=settlements,
-        copies={one.producer: one for one in copies} if copies is not None else None,
-        rejected=rejected,
-    )
-    records = _merged(reading)
-    places: Counter[tuple[Place, str]] = Counter()
-    for rollout, handed in records.items():
-        places[reading.place(rollout, handed)] += 1
-    places[Place.IN_FLIGHT, ""] += issued.num_issued - len(records)
-    reading.check_unsettled()
-    if reading.lost:
-        more = f" and {len(reading.lost) - _NAMED} more" if len(reading.lost) > _NAMED else ""
-        reading.problems.add(f"{len(reading.lost)} rollouts lost: {'; '.join(reading.lost[:_NAMED])}{more}")
-    sources = (reading.problems, settlements.problems, issued.problems)
-    ended = settlements.ended
-    return Books(
-        issued=issued.num_issued,
-        trained=places[Place.TRAINED, ""],
-        dropped=_reasons(places, Place.DROPPED),
-        failed=_reasons(places, Place.FAILED),
-        queued=places[Place.QUEUED, ""],
-        on_the_way=places[Place.ON_THE_WAY, ""],
-        in_flight=places[Place.IN_FLIGHT, ""],
-        lost=len(reading.lost),
-        copies_known=copies is not None,
-        step=settlements.step,
-        policy_version=settlements.policy_version,
-        trainers=settlements.num_began,
-        rollouters=issued.num_began,
-        rolled_back=settlements.num_rolled_back,
-        spare_records=reading.spare,
-        end=None if ended is None else f"{ended.reason}: {ended.message}" if ended.message else ended.reason,
-        problems=tuple(text for source in sources for text in source.texts),
-        num_problems=sum(source.num for source in sources),
-    )
+    """Put both journals and the producers' copies together; the arguments are those of `Reading`."""
+    return Reading(issued, settlements, copies=copies, rejected=rejected).books()
 
 
-def _merged(reading: _Reading) -> dict[Rollout, list[Handed]]:
-    """Records of every admitted rollout in stream order: those that the rollouter noted, and those that only the trainer did
-    (the rollouter died between the offer and its note). What belongs to no admitted rollout is a problem."""
-    records = {rollout: list(handed) for rollout, handed in reading.issued.handed.items() if reading.issued.knows(rollout)}
-    for sample_id, seat in reading.settlements.seats.items():
-        rollout = (seat.group_id, seat.seat)
-        if not reading.issued.knows(rollout):
-            reading.problems.add(
-                f"record {name_of(sample_id)} is of seat {seat.seat} of {seat.group_id}, which was never admitted"
-            )
-            continue
-        handed = records.setdefault(rollout, [])
-        if all(sample_id != known.id for known in handed):
-            handed.append(Handed(sample_id, seat.closed))
-    for handed in records.values():
-        handed.sort(key=lambda record: record.id)
-    return records
+def _by_id(record: Handed) -> SampleId:
+    return record.id
 
 
 def _reasons(places: Counter[tuple[Place, str]], place: Place) -> dict[str, int]:
     return {reason: number for (where, reason), number in sorted(places.items()) if where is place and number}
-
-
-def _by_reason(numbers: Mapping[str, int], what: str) -> str:
-    reasons = ", ".join(f"{reason} {number}" for reason, number in sorted(numbers.items()) if number)
-    return f"{sum(numbers.values())} {what}" + (f" ({reasons})" if reasons else "")

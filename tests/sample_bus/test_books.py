@@ -306,4 +306,4 @@ def test_a_late_result_beside_the_closed_seat_is_counted_apart() -> None:
     books = _books(lives)
     assert books.closes
     assert books.spare_records == 1
-    assert books.line() == ("10 issued = 6 trained + 0 dropped + 1 failed (timeout 1) + 2 queued + 0 on the way + 1 in flight")
+    assert books.line() == ("10 issued = 6 trained + 0 dropped + 1 failed (timeout 1) + 2 queued + 1 in flight")

@@ -50,11 +50,13 @@ def test_line_says_the_identity_in_numbers() -> None:
         rollouts=RolloutCounts(admitted=960, offered=952, failed={"timeout": 4}, in_flight=4),
         samples=Counts(received=952, trained=896, dropped={"stale": 8, "timeout": 1}, queued=47),
     )
-    assert ledger.line() == "960 issued = 896 trained + 13 dropped (stale 8, timeout 5) + 47 queued + 4 in flight"
+    assert ledger.line() == (
+        "960 issued = 896 trained + 9 dropped (stale 8, timeout 1) + 4 failed (timeout 4) + 47 queued + 4 in flight"
+    )
 
 
 def test_samples_on_their_way_are_told_from_samples_that_are_lost() -> None:
     rollouts = RolloutCounts(admitted=10, offered=10)
     ledger = Ledger(rollouts=rollouts, samples=Counts(received=7, trained=7))
     assert not ledger.closes
-    assert ledger.line() == "10 issued = 7 trained + 0 dropped + 0 queued + 0 in flight + 3 on the way"
+    assert ledger.line() == "10 issued = 7 trained + 0 dropped + 0 queued + 3 on the way + 0 in flight"
