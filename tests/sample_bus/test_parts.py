@@ -168,7 +168,8 @@ def test_quarantine_is_bounded_in_files_and_bytes(tmp_path: Path) -> None:
     assert again.keep([b"x" * 900], "broken", "tester") is None
     assert again.keep([b"x"], "broken", "tester") is not None
     assert paths[0] is not None
-    assert msgpack.unpackb(paths[0].read_bytes()) == {"error": "broken", "source": "tester", "frames": [b"x" * 100]}
+    kept = msgpack.unpackb(paths[0].read_bytes())
+    assert (kept["error"], kept["source"], kept["frames"]) == ("broken", "tester", [b"x" * 100])
 
 
 def test_quarantine_that_cannot_be_written_is_no_reason_to_stop(tmp_path: Path) -> None:
