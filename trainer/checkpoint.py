@@ -95,8 +95,9 @@ def choose(root: Path, *, mode: Literal["never", "auto", "must"], run_id: str) -
     """The checkpoint to go on from: the newest complete one of this run, else of an earlier run here. None when starting afresh
     is right.
 
-    `never` starts afresh. `auto` does so only where there is no trace of a checkpoint, `must` not at all: an incomplete one
-    alone raises NoCheckpointError, and one whose state cannot be read CheckpointError.
+    `never` starts afresh. `auto` does so only where no checkpoint was ever finished (a death while the first one was written is
+    no reason to stop: nothing was committed), `must` not at all: an incomplete one alone raises NoCheckpointError, and one whose
+    state cannot be read CheckpointError.
     """
     if mode == "never":
         return None
@@ -104,9 +105,11 @@ def choose(root: Path, *, mode: Literal["never", "auto", "must"], run_id: str) -
     for path, why in found.incomplete.items():
         log.warning("incomplete checkpoint ignored", path=str(path), reason=why)
     if not found.complete:
-        if found.incomplete:
+        incomplete = [path.name for path in found.incomplete if not path.name.startswith(_UNFINISHED)]
+        incomplete += [path.name for path in root.glob(f"{_DISCARDED}*")]
+        if incomplete:
             raise NoCheckpointError(
-                f"{root}: no complete checkpoint; incomplete: {', '.join(p.name for p in found.incomplete)}; "
+                f"{root}: no complete checkpoint; incomplete: {', '.join(incomplete)}; "
                 "remove them to start afresh, or set checkpoint.resume=never"
             )
         if mode == "must":
