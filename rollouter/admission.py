@@ -1,18 +1,16 @@
 """May a group of rollouts start now? Pure: no clock, no await.
 
 Invariant: `admitted - refunded` never exceeds the staleness budget of the version that the engines hold, counted from the
-trainer's origin, whatever the order of events; and every admitted rollout is in flight, offered or failed, never two of them.
+trainer's origin, whatever the order of events. Only what the trainer gives back is refunded: a rollout's own end, whether by a
+sample or by a closed seat, changes nothing here.
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import dataclass
 from enum import StrEnum
 
 from configs.errors import ConfigError
-from rollouter.failures import FailureReason
-from sample_bus.messages import RolloutCounts
 from sample_bus.protocols import Resumption
 from sample_bus.staleness import AdmissionLedger
 
@@ -23,6 +21,7 @@ class Hold(StrEnum):
     DRAINING = "draining"
     NO_TRAINER = "the trainer has not said from which version to count"
     NO_WEIGHTS = "the engines hold no version of this trainer yet"
+    JOURNAL = "the journal cannot be written"
     EVALUATING = "an evaluation goes first"
     TOO_OLD = "the engines' version is already older than max_staleness allows"
     ENOUGH = "every sample that the run still needs is under way"
@@ -30,6 +29,7 @@ class Hold(StrEnum):
     BUDGET = "the staleness budget is used up"
     CONCURRENCY = "max_concurrent_rollouts are in flight"
     NO_DATA = "the data is exhausted"
+    QUARANTINED = "every task is in quarantine"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,12 +50,15 @@ class Conditions:
     max_staleness: int | None
     num_samples_needed: int | None
     """Samples that the trainer consumes from its origin to its last step; None: unknown."""
+    num_in_flight: int
+    """Rollouts admitted whose record is not in the stream."""
     num_unsettled: int
-    """Samples on the bus or with the trainer, and rollouts in flight, at most."""
+    """Records on the bus or with the trainer, and rollouts in flight, at most."""
     num_open_seats: int
     """Seats of groups of which some rollout is in flight, arrived ones included."""
     samples_per_step: int
     max_queued_samples: int
+    journal_blocked: bool
     evaluating: bool
     draining: bool
 
@@ -73,7 +76,7 @@ class Conditions:
 
 
 class Admission:
-    """The account of rollouts."""
+    """The account of seats, in rollouts since the trainer's origin."""
 
     def __init__(self, *, samples_per_period: int) -> None:
         self._ledger = AdmissionLedger(samples_per_period=samples_per_period)
@@ -81,11 +84,8 @@ class Admission:
         self._held: HeldVersion | None = None
         self._origin_version = 0
         self._published: int | None = None
-        self._dropped_by_trainer = 0
-        self._offered = 0
-        self._failed: Counter[FailureReason] = Counter()
-        self._retried = 0
-        self._in_flight = 0
+        self._refunded_by_trainer = 0
+        self._next_seq = 0
 
     @property
     def incarnation(self) -> str | None:
@@ -102,23 +102,9 @@ class Admission:
         return self._held
 
     @property
-    def in_flight(self) -> int:
-        """Rollouts admitted, neither offered nor failed."""
-        return self._in_flight
-
-    @property
     def outstanding(self) -> int:
-        """Admitted and not refunded, in samples since the origin."""
+        """Admitted and not refunded."""
         return self._ledger.outstanding
-
-    def counts(self) -> RolloutCounts:
-        return RolloutCounts(
-            admitted=self._offered + sum(self._failed.values()) + self._in_flight,
-            offered=self._offered,
-            failed={reason.value: count for reason, count in sorted(self._failed.items())},
-            retried=self._retried,
-            in_flight=self._in_flight,
-        )
 
     def hold(self, conditions: Conditions) -> Hold | None:
         """Why a group may not start now; None: it may.
@@ -136,6 +122,8 @@ class Admission:
             return Hold.NO_TRAINER
         if self._held is None or self._held.incarnation != self._incarnation:
             return Hold.NO_WEIGHTS
+        if conditions.journal_blocked:
+            return Hold.JOURNAL
         if conditions.evaluating:
             return Hold.EVALUATING
         version = self._held.policy_version
@@ -150,7 +138,7 @@ class Admission:
             conditions.group_size, policy_version=version, staleness_threshold=conditions.staleness_threshold
         ):
             return Hold.BUDGET
-        if self._in_flight + conditions.group_size > conditions.max_concurrent_rollouts:
+        if conditions.num_in_flight + conditions.group_size > conditions.max_concurrent_rollouts:
             return Hold.CONCURRENCY
         if not conditions.bus_has_room:
             return Hold.BUS_FULL
@@ -159,53 +147,41 @@ class Admission:
     def admit(self, count: int) -> None:
         """`count` rollouts start."""
         self._ledger.admit(count)
-        self._in_flight += count
 
-    def offered(self) -> None:
-        """The bus took a rollout's sample."""
-        self._leave()
-        self._offered += 1
-
-    def failed(self, reason: FailureReason) -> None:
-        """A rollout is given up; its place in the budget is free again."""
-        self._leave()
-        self._failed[reason] += 1
-        self._ledger.refund(1)
-
-    def retried(self) -> None:
-        """A rollout is tried once more."""
-        self._retried += 1
+    def stored(self, seq: int) -> None:
+        """A rollout's record is in the stream, under this number. One that the trainer had counted already when it took this
+        producer, while the rollout still counted as in flight here, is not counted twice."""
+        if seq < self._next_seq:
+            self._ledger.refund(min(1, self.outstanding))
 
     def take_held(self, held: HeldVersion | None) -> None:
         """All serving engines hold this version now; None: they hold nothing that may be used."""
         self._held = held
 
-    def take_trainer(self, *, incarnation: str, origin_version: int, policy_version: int, num_dropped: int) -> None:
-        """What the trainer says: where it counts from, its newest published version, and samples that it dropped since its
-        origin; each drop is refunded once."""
+    def take_trainer(self, *, incarnation: str, origin_version: int, policy_version: int, num_refunded: int) -> None:
+        """What the trainer says: where it counts from, its newest published version, and the records that it gave back since
+        its origin; each is refunded once."""
         if incarnation != self._incarnation:
             return
         self._published = policy_version
         if origin_version != self._origin_version:
             self._origin_version = origin_version
             self._ledger.rebase(origin_version=origin_version, accounted=self.outstanding)
-        if num_dropped > self._dropped_by_trainer:
-            self._ledger.refund(num_dropped - self._dropped_by_trainer)
-            self._dropped_by_trainer = num_dropped
+        if num_refunded > self._refunded_by_trainer:
+            self._ledger.refund(min(num_refunded - self._refunded_by_trainer, self.outstanding))
+            self._refunded_by_trainer = num_refunded
 
-    def rebase(self, resumption: Resumption) -> None:
-        """Count from the origin of the trainer that took this producer: what it accounts for, plus what is in flight here and
-        will still arrive."""
+    def rebase(self, resumption: Resumption, *, in_flight: int) -> None:
+        """Count from the origin of the trainer that took this producer: what it accounts for, plus `in_flight`, the rollouts
+        here whose records it did not count and that will still arrive."""
         self._incarnation = resumption.incarnation
         self._origin_version = resumption.origin_version
         self._published = None
-        self._dropped_by_trainer = resumption.dropped
-        self._ledger.rebase(origin_version=resumption.origin_version, accounted=resumption.accounted, in_flight=self._in_flight)
-        self._offered = resumption.accounted + resumption.dropped
-        self._failed.clear()
-        self._retried = 0
+        self._refunded_by_trainer = resumption.dropped
+        self._next_seq = resumption.next_seq
+        self._ledger.rebase(origin_version=resumption.origin_version, accounted=resumption.accounted, in_flight=in_flight)
 
-    def _leave(self) -> None:
-        if self._in_flight < 1:
-            raise AssertionError(f"a rollout ended and {self._in_flight} were in flight")
-        self._in_flight -= 1
+    def forget(self) -> None:
+        """The trainer that is there now has another run: nothing starts until `rebase`."""
+        self._incarnation = None
+        self._published = None

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Protocol
 
 import structlog
@@ -18,13 +19,13 @@ from agent_loop.loop import AgentLoop, load_agent_loop
 from agent_loop.rewards import Reward
 from configs.agreed import check_agreement
 from configs.errors import ConfigError
-from configs.paths import bus_address, make_run_dir, socket_dir, sockets_of
+from configs.paths import bus_address, held_alone, make_run_dir, socket_dir, sockets_of
 from configs.schema import Settings
 from configs.signals import ending_signals
 from rollouter.codec import Codec, load_codec
 from rollouter.engine_pool import EnginePool
 from rollouter.engines import EngineFleet
-from rollouter.errors import TrainerFailed
+from rollouter.errors import RunDirInUse, TrainerFailed
 from rollouter.pipeline import Pipeline
 from rollouter.prompts import Prompts, prepare
 from rollouter.scoring import reward_of
@@ -47,6 +48,7 @@ log = structlog.get_logger()
 
 _WAIT_LINE_EVERY_S = 5.0
 _CLOSE_TIMEOUT_S = 30.0
+_LOCK_FILE = "rollouter.lock"
 
 
 class OpenFleet(Protocol):
@@ -76,7 +78,7 @@ LoadCodec = Callable[[str], Codec]
 
 
 async def run(settings: Settings, *, open_fleet: OpenFleet = open_pool, codec_of: LoadCodec | None = None) -> None:
-    """Serve the run until it ends or this process is drained. Raises ConfigError, and what made it fail.
+    """Serve the run until it ends or this process is drained. Raises ConfigError, RunDirInUse, and what made it fail.
 
     The first SIGTERM, SIGINT or SIGHUP drains, the second stops at once.
     """
@@ -85,7 +87,14 @@ async def run(settings: Settings, *, open_fleet: OpenFleet = open_pool, codec_of
     drain, stop = asyncio.Event(), asyncio.Event()
     _listen_to_signals(drain, stop)
     daemon = RollouterDaemon(settings, user, open_fleet=open_fleet, codec_of=codec_of or _codec_loader(settings), drain=drain)
-    with sockets_of(settings):
+    with ExitStack() as held:
+        try:
+            held.enter_context(held_alone(settings.run_dir / _LOCK_FILE))
+        except BlockingIOError:
+            raise RunDirInUse(
+                f"{settings.run_dir}: another rollouter is at work here; stop it, or give another run_dir"
+            ) from None
+        held.enter_context(sockets_of(settings))
         await _until_over(daemon, stop)
 
 
@@ -134,13 +143,20 @@ class RollouterDaemon:
         self._drain = drain
         self._pipeline: Pipeline | None = None
         self._link: Link | None = None
+        self._ended_by = ""
         self._fleet = open_fleet(settings, on_change=self._touch, on_round_result=self._catch_up)
 
     async def run(self) -> None:
         """Everything from the first greeting to the last engine's end."""
         address = bus_address(self._settings)
         try:
-            async with open_link(self._settings.bus, address=address, name="rollouter", role="rollouter") as link:
+            async with open_link(
+                self._settings.bus,
+                address=address,
+                name="rollouter",
+                role="rollouter",
+                spool_dir=self._settings.run_dir / "spool",
+            ) as link:
                 self._link = link
                 log.info("rollouter started", address=address, run_dir=str(self._settings.run_dir))
                 await self._serve(link)
@@ -171,6 +187,7 @@ class RollouterDaemon:
                     part.cancel()
         except ExceptionGroup as failures:
             first = first_of(failures)
+            self._ended_by = f"failed: {type(first).__name__}: {first}"
             await self._tell_failure(link, first)
             raise first from first.__cause__
         finally:
@@ -249,6 +266,7 @@ class RollouterDaemon:
         """Stop the work when the run is over. Raises TrainerFailed when it is over by a failure."""
         async for end in link.watch("end", EndOfRun):
             log.info("run ended", reason=end.reason.value, message=end.message)
+            self._ended_by = end.reason.value
             if end.reason is EndReason.FAILED:
                 raise TrainerFailed(f"the trainer failed: {end.message}")
             work.cancel()
@@ -280,6 +298,7 @@ class RollouterDaemon:
             log.warning("the trainer did not hear of the failure", why=str(unheard))
 
     async def _say_goodbye(self, link: Link, pipeline: Pipeline) -> None:
+        pipeline.close(self._ended_by or (EndReason.DRAINED.value if self._drain.is_set() else EndReason.STOPPED.value))
         pipeline.enter(RollouterState.ENDED, "")
         try:
             await pipeline.board.publish()

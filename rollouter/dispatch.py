@@ -1,54 +1,35 @@
-"""Dispatch: starts groups as admission allows, plays their rollouts, hands the samples to the bus.
+"""Dispatch: starts groups as admission allows, plays their rollouts, hands their records to the bus.
 
-Invariant: every admitted rollout ends exactly once: its sample is on the bus, or the trainer is told that its seat stays empty.
-Consumes tasks, produces samples; waits for an event (version, setting, drop, end of a rollout), never for a clock. Ends when
-drained, or by the first error that stops the run.
+Invariant: every admitted rollout ends exactly once, by a record in the stream: its sample, or its closed seat. What a process
+before this one had in flight is played on, under the same group, seat and count of attempts. Consumes tasks; waits for an event
+(version, setting, refund, end of a rollout, a group's deadline), never polls. Ends when drained, or by the first error that
+stops the run.
 """
 
 from __future__ import annotations
 
 import asyncio
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 import structlog
 
 from agent_loop.engine import SamplingParams
-from rollouter.admission import Admission, Conditions, HeldVersion, Hold
-from rollouter.errors import DataExhausted
-from rollouter.failures import FINAL, FailureReason, FailureStreak, reason_of
+from agent_loop.task import Task
+from rollouter.admission import Admission, Conditions, Hold
+from rollouter.bookkeeping import Bookkeeper
+from rollouter.books import GroupBook
+from rollouter.errors import AllQuarantined, DataExhausted, RolloutError
+from rollouter.failures import FailureReason
+from rollouter.flight import Cockpit, Flight
+from rollouter.issues import Issues
 from rollouter.live import LiveView
 from rollouter.prompts import Issue, PromptSource
-from rollouter.reports import Reports
-from rollouter.rollouts import Episode, Plan, Runner, sample_of
-from sample_bus.errors import BusError, Ended, PeerLost
-from sample_bus.messages import RolloutCounts, RolloutDropped
-from sample_bus.protocols import Producer
-from sample_bus.sample import Sample
+from rollouter.rollouts import Plan
+from sample_bus.journal import GroupAdmitted
+from sample_bus.protocols import Producer, Rejection
 
 log = structlog.get_logger()
-
-
-@dataclass(slots=True, kw_only=True, eq=False)
-class _InFlight:
-    plan: Plan
-    since: HeldVersion
-    """What the engines held when its current attempt began: no token of it is older."""
-    task: asyncio.Task[None] | None = None
-    offering: bool = False
-    """Its sample is on its way to the bus: too late to give it up."""
-    hopeless: FailureReason | None = None
-    """Why it was given up while it ran."""
-
-
-@dataclass(slots=True, kw_only=True)
-class _OpenGroup:
-    """A group of which some seats are in flight."""
-
-    num_in_flight: int
-    arrived: list[int] = field(default_factory=list)
-    """Seats whose samples the trainer holds."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -61,102 +42,89 @@ class Situation:
 
 
 class Dispatcher:
-    """The rollouts of this process."""
+    """The rollouts of this process in one run."""
 
     def __init__(
         self,
         *,
         admission: Admission,
+        keeper: Bookkeeper,
         source: PromptSource,
-        runner: Runner,
+        issues: Issues,
+        cockpit: Cockpit,
         producer: Producer,
-        reports: Reports,
         live: LiveView,
         stop_token_ids: tuple[int, ...],
         situation: Situation,
         process: str,
         on_change: Callable[[], None] = lambda: None,
-        rebase: Callable[[], None] = lambda: None,
-        now: Callable[[], float] = time.time,
     ) -> None:
-        """`process` names this process in group ids, so that those of an earlier one stay apart. `rebase` is called before
-        each decision and each settlement: it notices a new trainer before anything is counted for the old one."""
+        """`process` names this process in the ids of groups that it admits."""
         self._admission = admission
+        self._keeper = keeper
+        self._books = keeper.books
         self._source = source
-        self._runner = runner
+        self._issues = issues
+        self._cockpit = cockpit
         self._producer = producer
-        self._reports = reports
         self._live = live
         self._stop_token_ids = stop_token_ids
         self._situation = situation
         self._process = process
         self._on_change = on_change
-        self._rebase = rebase
-        self._now = now
         self._wake = asyncio.Event()
-        self._in_flight: set[_InFlight] = set()
-        self._open_groups: dict[str, _OpenGroup] = {}
-        self._broken_groups: dict[str, int] = {}
-        self._streak = FailureStreak(limit=live.settings.rollouter.max_consecutive_failures)
+        self._flights: dict[str, dict[int, Flight]] = {}
+        """By group and seat."""
+        self._deadlines: dict[str, asyncio.TimerHandle] = {}
+        self._rejections: list[Rejection] = []
         self._fatal: BaseException | None = None
         self.holding: Hold | None = Hold.NO_TRAINER
         """Why no group starts at the moment."""
+        cockpit.on_end, cockpit.on_refill, cockpit.on_lost_group = self._landed, self._refilled, self._lose_group
 
     def wake(self) -> None:
         """Something that a decision reads has changed."""
         self._wake.set()
 
-    def counts(self) -> RolloutCounts:
-        return self._admission.counts()
-
     async def run(self) -> None:
-        """Admit and play until drained. Raises TooManyFailures, DataExhausted, and errors of the bus."""
-        async with asyncio.TaskGroup() as rollouts:
-            while True:
-                self._wake.clear()
-                if self._fatal is not None:
-                    raise self._fatal
-                for group_id, seat in self._broken_groups.items():
-                    rollouts.create_task(self._close_group(group_id, seat))
-                self._broken_groups.clear()
-                self._admit_all(rollouts)
-                if self._situation.draining and not self._in_flight:
-                    log.info("drained", **self.counts().model_dump(exclude={"failed"}))
-                    return
-                await self._wake.wait()
+        """Play on what is open, then admit and play until drained. Raises TooManyFailures, DataExhausted, AllQuarantined, and
+        errors of the bus."""
+        try:
+            async with asyncio.TaskGroup() as rollouts:
+                for group_id in list(self._books.open_groups):
+                    self._start_group(group_id, rollouts)
+                while True:
+                    self._wake.clear()
+                    if self._fatal is not None:
+                        raise self._fatal
+                    while self._rejections:
+                        self._void(self._rejections.pop(0), rollouts)
+                    self._admit_all(rollouts)
+                    if self._situation.draining and not self._flights:
+                        log.info("drained", **self._books.counts().model_dump(exclude={"failed"}))
+                        return
+                    await self._wake.wait()
+        finally:
+            for deadline in self._deadlines.values():
+                deadline.cancel()
+            await self._cockpit.close()
 
     def cancel_hopeless(self, published: int, incarnation: str) -> int:
         """Give up rollouts that can no longer arrive within max_staleness of version `published`; how many."""
         bound = self._live.settings.max_staleness
         if bound is None:
             return 0
-        return self._cancel(
-            [
-                rollout
-                for rollout in self._in_flight
-                if rollout.since.incarnation == incarnation and published - rollout.since.policy_version > bound
-            ],
-            FailureReason.STALE,
-        )
+        hopeless = [
+            flight
+            for flight in self._all_flights()
+            if flight.since.incarnation == incarnation and published - flight.since.policy_version > bound
+        ]
+        return _give_up(hopeless, FailureReason.STALE, f"version {published} is published and max_staleness={bound}")
 
-    def forget_arrived(self) -> int:
-        """Another trainer took over, and what the old one held is gone: groups of which some seats had arrived can never be
-        whole. Their other seats are given up and the new trainer is told; how many groups."""
-        broken = {group_id: group.arrived[0] for group_id, group in self._open_groups.items() if group.arrived}
-        for group_id in broken:
-            self._open_groups[group_id].arrived.clear()
-        self._broken_groups |= broken
-        self._cancel([rollout for rollout in self._in_flight if rollout.plan.group_id in broken], FailureReason.SIBLINGS_LOST)
+    def take_rejection(self, rejection: Rejection) -> None:
+        """The trainer's end could not decode a record: its seat stays empty."""
+        self._rejections.append(rejection)
         self.wake()
-        return len(broken)
-
-    def _cancel(self, rollouts: list[_InFlight], reason: FailureReason) -> int:
-        chosen = [rollout for rollout in rollouts if not rollout.offering and rollout.hopeless is None]
-        for rollout in chosen:
-            rollout.hopeless = reason
-            if rollout.task is not None:
-                rollout.task.cancel()
-        return len(chosen)
 
     def conditions(self) -> Conditions:
         """What a decision reads, now."""
@@ -167,160 +135,175 @@ class Dispatcher:
             max_concurrent_rollouts=settings.rollouter.max_concurrent_rollouts,
             max_staleness=settings.max_staleness,
             num_samples_needed=self._situation.num_samples_needed,
-            num_unsettled=self._producer.producer_statistics().unsettled + self._admission.in_flight,
-            num_open_seats=len(self._open_groups) * settings.group_size,
+            num_in_flight=self._books.in_flight,
+            num_unsettled=self._producer.producer_statistics().unsettled + self._books.in_flight,
+            num_open_seats=sum(len(group.seats) for group in self._books.open_groups.values()),
             samples_per_step=settings.samples_per_step,
             max_queued_samples=settings.bus.max_queued_samples,
+            journal_blocked=self._keeper.is_blocked,
             evaluating=self._situation.evaluating(),
             draining=self._situation.draining,
         )
 
+    # ── admission ────────────────────────────────────────────────────────────────────────────────────────────────────
+
     def _admit_all(self, rollouts: asyncio.TaskGroup) -> None:
-        self._rebase()
+        self._cockpit.is_current()
         while True:
             hold = self._admission.hold(self.conditions())
             if hold is None:
-                issue = self._source.next()
-                if issue is not None:
-                    self._start(issue, rollouts)
+                issue = self._issues.next()
+                if isinstance(issue, Issue):
+                    self._admit(issue, rollouts)
                     continue
-                hold = Hold.NO_DATA
-                if not self._in_flight:
-                    epochs = self._live.settings.data.num_epochs
-                    raise DataExhausted(f"data.num_epochs={epochs} passes are over after {self._source.cursor.issued} tasks")
+                hold = issue
+                if not self._flights:
+                    raise self._no_task_left(hold)
             if hold is not self.holding:
                 self.holding = hold
                 log.debug("admission holds", why=hold.value, outstanding=self._admission.outstanding)
             self._on_change()
             return
 
-    def _start(self, issue: Issue, rollouts: asyncio.TaskGroup) -> None:
+    def _admit(self, issue: Issue, rollouts: asyncio.TaskGroup) -> None:
         settings = self._live.settings
         held = self._admission.held
         assert held is not None, "a group was admitted and the engines hold no version"
         self.holding = None
+        group_id = f"{issue.task.task_id}#{issue.number}@{self._process}"
         self._admission.admit(settings.group_size)
-        group = f"{issue.task.task_id}#{issue.number}"
-        sampling = SamplingParams(
-            temperature=settings.sampling.temperature,
-            max_tokens=settings.sampling.max_tokens,
-            stop_token_ids=self._stop_token_ids,
-        )
-        self._open_groups[f"{group}@{self._process}"] = _OpenGroup(num_in_flight=settings.group_size)
-        for seat in range(settings.group_size):
-            plan = Plan(
-                task=issue.task,
-                group_id=f"{group}@{self._process}",
-                seat=seat,
+        self._keeper.write(
+            GroupAdmitted(
+                at=self._keeper.now(),
+                group_id=group_id,
+                task_id=issue.task.task_id,
+                issue=issue.number,
                 group_size=settings.group_size,
-                rollout_id=f"{group}@{self._process}/{seat}",
-                seed_key=f"{group}/{seat}",
-                sampling=sampling,
-                settings_revision=self._live.revision,
+                policy_version=held.policy_version,
                 incarnation=held.incarnation,
+                settings_revision=self._live.revision,
+                temperature=settings.sampling.temperature,
+                max_tokens=settings.sampling.max_tokens,
             )
-            rollout = _InFlight(plan=plan, since=held)
-            self._in_flight.add(rollout)
-            rollout.task = rollouts.create_task(self._play(rollout), name=plan.rollout_id)
-        log.debug("group admitted", group_id=group, policy_version=held.policy_version, settings_revision=self._live.revision)
+        )
+        self._start_group(group_id, rollouts)
+        log.debug(
+            "group admitted", group_id=group_id, policy_version=held.policy_version, settings_revision=self._live.revision
+        )
 
-    async def _play(self, rollout: _InFlight) -> None:
+    def _no_task_left(self, hold: Hold) -> RolloutError:
+        if hold is Hold.QUARANTINED:
+            return AllQuarantined(
+                f"all {self._source.num_tasks} tasks are in quarantine ({self._issues.quarantine.directory}): `headrace "
+                "quarantine list` says why each failed, `headrace quarantine release` has it issued again"
+            )
+        epochs = self._live.settings.data.num_epochs
+        held_back = len(self._books.quarantined)
+        words = f", {held_back} of them in quarantine" if held_back else ""
+        return DataExhausted(f"data.num_epochs={epochs} passes are over after {self._issues.num_issued} tasks{words}")
+
+    # ── flights ──────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _start_group(self, group_id: str, rollouts: asyncio.TaskGroup) -> None:
+        """Start the open seats of a group that the books know."""
+        group = self._books.open_groups[group_id]
+        flights = [self._start(group, number, rollouts) for number, seat in enumerate(group.seats) if seat.is_open]
+        if self._cockpit.is_lost(group):
+            _give_up(flights, FailureReason.SIBLINGS_FAILED, "a sibling was given up")
+        self._arm(group_id, group)
+
+    def _void(self, rejection: Rejection, rollouts: asyncio.TaskGroup) -> None:
+        """The record is settled where it was refused: a closed seat takes its place. Raises RolloutError if it was one."""
+        place = self._books.place_of(rejection.id)
+        group = None if place is None else self._books.group(place[0])
+        if place is None or group is None:
+            log.warning("refused record is not known any more", seq=rejection.id.seq, error=rejection.error)
+            return
+        group_id, number = place
+        if group.seats[number].closed:
+            raise RolloutError(f"the closed seat {group_id}/{number} did not decode at the trainer: {rejection.error}")
+        self._cockpit.refused(self._start(group, number, rollouts), rejection.error)
+
+    def _start(self, group: GroupBook, number: int, rollouts: asyncio.TaskGroup) -> Flight:
+        """Start what a seat still has to bring: its rollout, or its closed seat."""
+        admitted, group_id = group.admitted, group.admitted.group_id
+        held = self._admission.held
+        assert held is not None, "a rollout starts and the engines hold no version"
+        plan = Plan(
+            task=self._task_of(admitted),
+            group_id=group_id,
+            seat=number,
+            group_size=admitted.group_size,
+            rollout_id=f"{group_id}/{number}",
+            seed_key=f"{admitted.task_id}#{admitted.issue}/{number}",
+            sampling=SamplingParams(
+                temperature=admitted.temperature, max_tokens=admitted.max_tokens, stop_token_ids=self._stop_token_ids
+            ),
+            settings_revision=admitted.settings_revision,
+            incarnation=held.incarnation,
+        )
+        flight = Flight(plan=plan, group=group, since=held)
+        self._flights.setdefault(group_id, {})[number] = flight
+        rollouts.create_task(self._fly(flight), name=plan.rollout_id)
+        return flight
+
+    def _task_of(self, admitted: GroupAdmitted) -> Task:
+        task = self._source.task(admitted.task_id)
+        if task is None:
+            raise RolloutError(f"group {admitted.group_id}: the data has no task {admitted.task_id!r} any more")
+        return task
+
+    async def _fly(self, flight: Flight) -> None:
         """One rollout to its end. Raises nothing: what must stop the run is left in `_fatal`."""
         try:
-            try:
-                await self._attempts(rollout)
-            except asyncio.CancelledError:
-                task = asyncio.current_task()
-                if rollout.hopeless is None or task is None or task.uncancel() > 0:
-                    raise
-                await self._give_up(rollout, rollout.hopeless, "given up while it ran")
-        except Ended:
-            self._in_flight.discard(rollout)  # the run is over; nobody counts any more
+            await self._cockpit.fly(flight)
         except Exception as error:  # noqa: BLE001 - kept whole and raised by run(), so that siblings end in order
-            self._in_flight.discard(rollout)
             self._fatal = self._fatal or error
         finally:
             self.wake()
 
-    async def _attempts(self, rollout: _InFlight) -> None:
-        plan = rollout.plan
-        attempts = self._live.settings.rollouter.max_attempts
-        for number in range(attempts):
-            rollout.since = self._admission.held or rollout.since
-            try:
-                episode = await self._runner.attempt(plan, number)
-                sample = sample_of(plan, number, episode, now=self._now)
-                await self._last_chance(rollout)
-                rollout.offering = True
-                await self._producer.offer(sample)
-            except (PeerLost, Ended):
-                raise
-            except Exception as error:  # user code may raise anything; it fails this attempt and nothing else
-                rollout.offering = False
-                reason = reason_of(error)
-                message = f"{type(error).__name__}: {error}"
-                is_last = number + 1 == attempts or reason in FINAL
-                log.warning(
-                    "rollout attempt failed",
-                    rollout_id=plan.rollout_id,
-                    attempt=number,
-                    reason=reason.value,
-                    error=message,
-                    gives_up=is_last,
-                    exc_info=error if reason is FailureReason.AGENT_LOOP_FAILED else None,
-                )
-                if is_last:
-                    await self._give_up(rollout, reason, message)
-                    return
-                self._admission.retried()
-            else:
-                self._arrived(rollout, sample, episode)
-                return
+    def _landed(self, flight: Flight) -> None:
+        """Its record is in the stream, or the run is over."""
+        group_id = flight.plan.group_id
+        seats = self._flights[group_id]
+        if seats.get(flight.plan.seat) is flight:
+            del seats[flight.plan.seat]
+        if not seats:
+            del self._flights[group_id]
+            deadline = self._deadlines.pop(group_id, None)
+            if deadline is not None:
+                deadline.cancel()
 
-    async def _last_chance(self, rollout: _InFlight) -> None:
-        """A cancellation that is under way must strike before the sample is on its way, or the rollout would end twice."""
-        if rollout.hopeless is not None:
-            await asyncio.sleep(0)
-            raise asyncio.CancelledError
+    def _lose_group(self, flight: Flight) -> None:
+        """What the siblings still do is in vain."""
+        siblings = [sibling for sibling in self._flights[flight.plan.group_id].values() if sibling is not flight]
+        _give_up(siblings, FailureReason.SIBLINGS_FAILED, f"rollout {flight.plan.rollout_id} was given up")
 
-    def _arrived(self, rollout: _InFlight, sample: Sample, episode: Episode) -> None:
-        self._rebase()
-        self._leave(rollout, arrived=True)
-        self._admission.offered()
-        self._streak.succeeded()
-        log.debug(
-            "sample offered",
-            rollout_id=sample.rollout_id,
-            reward=episode.reward,
-            num_tokens=sample.num_tokens,
-            oldest_version=sample.oldest_version,
-        )
+    def _refilled(self, flight: Flight, reason: FailureReason) -> None:
+        """A fresh rollout takes the seat; after a group's deadline it has a whole one again."""
+        if reason is FailureReason.GROUP_DEADLINE:
+            self._arm(flight.plan.group_id, flight.group)
 
-    async def _give_up(self, rollout: _InFlight, reason: FailureReason, message: str) -> None:
-        """The trainer learns that the seat stays empty; then its place in the budget is free."""
-        plan = rollout.plan
-        rollout.offering = True
-        dropped = RolloutDropped(group_id=plan.group_id, seat=plan.seat, reason=reason.value)
-        while not await self._reports.send("rollout.failed", dropped):
-            pass  # another trainer took over: it must hear of it too
-        self._rebase()
-        self._leave(rollout, arrived=False)
-        self._admission.failed(reason)
-        self._streak.failed(plan.rollout_id, reason, message)
+    def _arm(self, group_id: str, group: GroupBook) -> None:
+        timeout_s = self._live.settings.rollouter.group_timeout_s
+        before = self._deadlines.pop(group_id, None)
+        if before is not None:
+            before.cancel()
+        if timeout_s is not None:
+            left_s = max(0.0, timeout_s - group.open_for_s(self._keeper.now()))
+            self._deadlines[group_id] = asyncio.get_running_loop().call_later(left_s, self._expire, group_id, timeout_s)
 
-    async def _close_group(self, group_id: str, lost_seat: int) -> None:
-        try:
-            reason = FailureReason.SIBLINGS_LOST.value
-            await self._reports.send("rollout.failed", RolloutDropped(group_id=group_id, seat=lost_seat, reason=reason))
-        except BusError as error:
-            self._fatal = self._fatal or error
-            self.wake()
+    def _expire(self, group_id: str, timeout_s: float) -> None:
+        """A group's deadline: seats that have nothing to offer are given up."""
+        self._deadlines.pop(group_id, None)
+        words = f"its group was open for {timeout_s:g} s (rollouter.group_timeout_s)"
+        late = _give_up(self._flights.get(group_id, {}).values(), FailureReason.GROUP_DEADLINE, words)
+        log.warning("group deadline", group_id=group_id, given_up=late, timeout_s=timeout_s)
 
-    def _leave(self, rollout: _InFlight, *, arrived: bool) -> None:
-        self._in_flight.discard(rollout)
-        group = self._open_groups[rollout.plan.group_id]
-        group.num_in_flight -= 1
-        if arrived:
-            group.arrived.append(rollout.plan.seat)
-        if group.num_in_flight == 0:
-            del self._open_groups[rollout.plan.group_id]
+    def _all_flights(self) -> Iterable[Flight]:
+        return (flight for seats in self._flights.values() for flight in seats.values())
+
+
+def _give_up(flights: Iterable[Flight], reason: FailureReason, message: str) -> int:
+    """Have them end; how many could still be ended."""
+    return sum(flight.give_up(reason, message) for flight in list(flights))

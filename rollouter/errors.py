@@ -6,6 +6,10 @@ RolloutError
 ├── RoundFailed        a policy version that the engines could not take
 ├── EvaluationFailed   an evaluation without a single scored sample
 ├── DataExhausted      the passes over the data that were allowed are over before the steps
+├── AllQuarantined     every task failed so often that none may be issued
+├── RunDirInUse        another rollouter is at work in the run directory
+├── GivenUp            an attempt was ended from outside
+├── LateResult         an attempt's result after its deadline; also a TimeoutError
 └── TrainerFailed      the trainer ended the run with an error
 """
 
@@ -36,6 +40,22 @@ class EvaluationFailed(RolloutError):
 
 class DataExhausted(RolloutError):
     """Raised when data.num_epochs passes are over and the run still needs samples."""
+
+
+class AllQuarantined(RolloutError):
+    """Raised when every task is in quarantine and nothing is in flight; says where, and how tasks are released."""
+
+
+class RunDirInUse(RolloutError):
+    """Raised when another process is the rollouter of the run directory."""
+
+
+class GivenUp(RolloutError):
+    """Raised in place of an attempt's result when its rollout was given up while it ran."""
+
+
+class LateResult(RolloutError, TimeoutError):
+    """Raised when an attempt brought a result after its deadline: it is refused."""
 
 
 class TrainerFailed(RolloutError):

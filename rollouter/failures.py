@@ -22,18 +22,30 @@ class FailureReason(StrEnum):
     NO_ROOM = "no room"
     AGENT_LOOP_FAILED = "agent loop failed"
     BAD_SAMPLE = "bad sample"
+    """Refused before the offer, or by the trainer's end, which could not decode it."""
     SAMPLE_TOO_LARGE = "sample too large"
+    GROUP_DEADLINE = "group deadline"
+    """Its group was open for rollouter.group_timeout_s."""
     STALE = "stale"
     """Could no longer arrive within max_staleness; not a fault."""
+    SIBLINGS_FAILED = "siblings failed"
+    """A sibling was given up and the group goes with it; not a fault."""
     SIBLINGS_LOST = "siblings lost"
-    """Others of its group went down with a trainer, so the group can never be whole; not a fault."""
+    """Its group's records went down with an older stream of this rollouter; not a fault."""
+    INTERRUPTED = "interrupted"
+    """This process was killed while it ran; not a fault, unless it happens again and again."""
 
 
 FINAL = frozenset({FailureReason.REQUEST_REFUSED, FailureReason.NO_ROOM, FailureReason.SAMPLE_TOO_LARGE})
 """Another attempt could not end otherwise."""
 
-NO_FAULT = frozenset({FailureReason.STALE, FailureReason.SIBLINGS_LOST})
+NO_FAULT = frozenset(
+    {FailureReason.STALE, FailureReason.SIBLINGS_FAILED, FailureReason.SIBLINGS_LOST, FailureReason.INTERRUPTED}
+)
 """Given up for what happened elsewhere."""
+
+TASK_FAULT = frozenset(FailureReason) - NO_FAULT - {FailureReason.ENGINE_UNAVAILABLE}
+"""Counts towards the quarantine of the task."""
 
 _REASONS: tuple[tuple[type[BaseException], FailureReason], ...] = (
     (TimeoutError, FailureReason.TIMEOUT),

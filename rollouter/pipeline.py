@@ -1,7 +1,7 @@
 """The working parts of the rollouter and the wires between them: who is told what when something changes.
 
 Invariant: a version counts for admission only after the engines committed it; a new trainer is noticed before anything is
-counted for the old one.
+counted for the old one; what belongs to one run never counts in another.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from configs.errors import ConfigError
 from configs.schema import Settings
 from rollouter.admission import Admission, HeldVersion, Hold
 from rollouter.codec import Codec
-from rollouter.dispatch import Dispatcher, Situation
+from rollouter.dispatch import Situation
 from rollouter.engines import EngineFleet
 from rollouter.evaluation import Evaluator
 from rollouter.follow import Follower
@@ -26,9 +26,18 @@ from rollouter.live import LiveView
 from rollouter.prompts import Prompts
 from rollouter.reports import Reports
 from rollouter.rollouts import Runner
+from rollouter.run_in_hand import RunInHand, take_up
 from rollouter.scoring import Scorer
 from rollouter.status import Rate, StatusBoard
-from sample_bus.messages import LiveSettingsState, RollouterState, RollouterStatus, RoundResult, TrainerStatus, WeightRound
+from sample_bus.messages import (
+    LiveSettingsState,
+    RolloutCounts,
+    RollouterState,
+    RollouterStatus,
+    RoundResult,
+    TrainerStatus,
+    WeightRound,
+)
 from sample_bus.protocols import Link
 
 log = structlog.get_logger()
@@ -62,7 +71,11 @@ class Pipeline:
         self._rate = Rate()
         self._wakened = asyncio.Event()
         self._prompts: Prompts | None = None
-        self._dispatcher: Dispatcher | None = None
+        self._runner: Runner | None = None
+        self._stop_token_ids: tuple[int, ...] = ()
+        self._run: RunInHand | None = None
+        self._taken_up = asyncio.Event()
+        self._another_run = asyncio.Event()
         self.is_running = False
         """Rollouts may be in flight."""
         self._evaluator: Evaluator | None = None
@@ -82,8 +95,8 @@ class Pipeline:
         """The parts that need the model's tokenizer. Raises ConfigError."""
         settings = self._settings
         self._check(prompts)
-        stop_token_ids = codec.stop_token_ids(settings.sampling.stop)
-        runner = Runner(
+        stop_token_ids = self._stop_token_ids = codec.stop_token_ids(settings.sampling.stop)
+        runner = self._runner = Runner(
             loop=self._loop,
             engine=self._fleet,
             codec=codec,
@@ -105,23 +118,9 @@ class Pipeline:
         evaluator = self._evaluator
         self._situation.evaluating = lambda: evaluator.has_precedence
         self._prompts = prompts
-        self._dispatcher = Dispatcher(
-            admission=self._admission,
-            source=prompts.source,
-            runner=runner,
-            producer=self._link,
-            reports=self._reports,
-            live=self._live,
-            stop_token_ids=stop_token_ids,
-            situation=self._situation,
-            process=self._process,
-            on_change=self.board.change,
-            rebase=self.rebase,
-        )
 
     async def run(self) -> None:
         """Follow, evaluate and dispatch until drained. Raises what stops the run."""
-        assert self._dispatcher is not None, "run before build"
         assert self._evaluator is not None, "run before build"
         async with asyncio.TaskGroup() as tasks:
             side = [
@@ -131,13 +130,18 @@ class Pipeline:
                     self._follower.run(),
                     self._follower.report_catch_ups(),
                     self._evaluator.run(),
+                    self._watch_rejections(),
                 )
             ]
-            await self._until_admission_can_begin()
-            self.is_running = True
-            await self._dispatcher.run()
+            while not await self._play_run():
+                pass
             for part in side:
                 part.cancel()
+
+    def close(self, reason: str) -> None:
+        """Note the end of this process in the journal. Does nothing the second time."""
+        if self._run is not None:
+            self._run.keeper.close(reason)
 
     # ── what is told to it ───────────────────────────────────────────────────────────────────────────────────────────
 
@@ -153,7 +157,7 @@ class Pipeline:
             incarnation=status.incarnation,
             origin_version=status.origin_version,
             policy_version=status.policy_version,
-            num_dropped=sum(status.counts.dropped.values()),
+            num_refunded=status.counts.refunded,
         )
         settings = self._settings
         if status.num_steps:
@@ -165,15 +169,25 @@ class Pipeline:
         """An engine that was started again, or on which a round failed, has caught up or failed to."""
         self._follower.take_catch_up(result)
 
-    def rebase(self) -> None:
-        """If another trainer took this producer, count from its origin."""
-        resumption = self._link.resumption
-        if resumption is not None and resumption.incarnation != self._admission.incarnation:
-            is_another = self._admission.incarnation is not None
-            self._admission.rebase(resumption)
-            if is_another and self._dispatcher is not None:
-                broken = self._dispatcher.forget_arrived()
-                log.warning("another trainer took over", incarnation=resumption.incarnation, broken_groups=broken)
+    def rebase(self) -> bool:
+        """If another trainer took this producer, count from its origin. False when it has another run than the one in hand, or
+        another stream of it: nothing counts any more until that is taken up."""
+        resumption, run = self._link.resumption, self._run
+        if resumption is None or run is None:
+            return False
+        if not run.is_of(resumption):
+            if not self._another_run.is_set():
+                log.warning("another run began", run_id=resumption.run_id, before=run.keeper.run_id, epoch=resumption.epoch)
+                self._another_run.set()
+                self._admission.forget()
+            return False
+        if resumption.incarnation != self._admission.incarnation:
+            if self._admission.incarnation is not None:
+                log.warning("another trainer took over", incarnation=resumption.incarnation, accounted=resumption.accounted)
+            books = run.keeper.books
+            in_flight = books.in_flight + books.num_recorded_from(resumption.next_seq)
+            self._admission.rebase(resumption, in_flight=in_flight)
+        return True
 
     def drain(self) -> None:
         """Admit nothing more; end once nothing is in flight."""
@@ -184,8 +198,8 @@ class Pipeline:
         """Something that decisions read has changed."""
         self._wakened.set()
         self.board.change()
-        if self._dispatcher is not None:
-            self._dispatcher.wake()
+        if self._run is not None:
+            self._run.dispatcher.wake()
 
     def enter(self, phase: RollouterState | None, detail: str) -> None:
         """Name the phase of the daemon; None: the parts speak for themselves."""
@@ -206,33 +220,40 @@ class Pipeline:
             detail=detail,
             policy_version=None if held is None else held.policy_version,
             settings_revision=self._live.revision,
-            counts=self._admission.counts(),
+            counts=self._counts(),
             engines=self._fleet.statuses(),
             generated_tokens=self._fleet.generated_tokens,
             generated_tokens_per_s=self._rate.per_s(),
         )
 
+    def _counts(self) -> RolloutCounts:
+        return RolloutCounts() if self._run is None else self._run.keeper.books.counts()
+
     def _state(self) -> tuple[RollouterState, str]:
         if self._phase is not None:
             return self._phase
+        in_flight = self._counts().in_flight
         if self._situation.draining:
-            return RollouterState.DRAINING, f"{self._admission.in_flight} rollouts in flight"
+            return RollouterState.DRAINING, f"{in_flight} rollouts in flight"
         if self._follower.held is None:
             return RollouterState.WAITING_FOR_WEIGHTS, "the trainer's first policy version"
         if self._follower.is_syncing:
             return RollouterState.SYNCING, f"from policy version {self._follower.held.policy_version}"
         if self._evaluator is not None and self._evaluator.is_running:
             return RollouterState.EVALUATING, f"policy version {self._follower.held.policy_version}"
-        holding = Hold.NO_TRAINER if self._dispatcher is None else self._dispatcher.holding
-        if self._admission.in_flight == 0 and holding is not None:
-            return RollouterState.AT_LIMIT, holding.value
-        return RollouterState.GENERATING, "" if holding is None else holding.value
+        holding = Hold.NO_TRAINER if self._run is None else self._run.dispatcher.holding
+        words = "" if holding is None else holding.value
+        if holding is Hold.JOURNAL and self._run is not None:
+            words = f"{words}: {self._run.keeper.problem}"
+        if in_flight == 0 and holding is not None:
+            return RollouterState.AT_LIMIT, words
+        return RollouterState.GENERATING, words
 
     # ── inside ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _announced(self, announced: WeightRound) -> None:
-        if self._dispatcher is not None:
-            cancelled = self._dispatcher.cancel_hopeless(announced.policy_version, announced.incarnation)
+        if self._run is not None:
+            cancelled = self._run.dispatcher.cancel_hopeless(announced.policy_version, announced.incarnation)
             if cancelled:
                 log.info("hopeless rollouts cancelled", rollouts=cancelled, policy_version=announced.policy_version)
 
@@ -242,20 +263,70 @@ class Pipeline:
             self._evaluator.wake()
         self.wake()
 
-    async def _until_admission_can_begin(self) -> None:
-        """Until the engines hold a version and the trainer has said from where it counts; then leave out the tasks that an
-        earlier process issued."""
-        assert self._dispatcher is not None, "run before build"
-        assert self._prompts is not None, "run before build"
-        while self._admission.hold(self._dispatcher.conditions()) in (Hold.NO_TRAINER, Hold.NO_WEIGHTS):
+    async def _play_run(self) -> bool:
+        """Take the run of the trainer up and play it. True when it was drained; False when another one is to be taken up."""
+        run = await self._take_up()
+        playing = asyncio.create_task(self._dispatch(run))
+        changing = asyncio.create_task(self._another_run.wait())
+        try:
+            await asyncio.wait((playing, changing), return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            changing.cancel()
+            if not playing.done():
+                playing.cancel()
+                await asyncio.wait((playing,))
+        if not self._another_run.is_set():
+            playing.result()
+            return True
+        if not playing.cancelled() and playing.exception() is not None:
+            log.info("rollouts of the run before ended", error=str(playing.exception()))
+        self._run = None
+        run.keeper.close("another run began")
+        return False
+
+    async def _dispatch(self, run: RunInHand) -> None:
+        """Until drained, once the engines hold a version and the trainer has said from where it counts."""
+        while self._admission.hold(run.dispatcher.conditions()) in (Hold.NO_TRAINER, Hold.NO_WEIGHTS):
             self._wakened.clear()
             await self._wakened.wait()
+        self.is_running = True
         settings = self._settings
         issued_before = self._admission.origin_version * settings.samples_per_period + self._admission.outstanding
-        groups = -(-issued_before // settings.group_size)
-        if groups:
-            log.info("tasks that an earlier process issued are left out", groups=groups)
-            self._prompts.source.skip(groups)
+        run.leave_out(-(-issued_before // settings.group_size))
+        await run.dispatcher.run()
+
+    async def _take_up(self) -> RunInHand:
+        assert self._prompts is not None, "run before build"
+        assert self._runner is not None, "run before build"
+        self._another_run.clear()
+        run = await take_up(
+            self._settings,
+            self._link,
+            prompts=self._prompts,
+            runner=self._runner,
+            admission=self._admission,
+            live=self._live,
+            situation=self._situation,
+            stop_token_ids=self._stop_token_ids,
+            process=self._process,
+            rebase=self.rebase,
+            on_change=self.wake,
+        )
+        self._run = run
+        self._taken_up.set()
+        self.rebase()
+        trainer = self._link.get("trainer", TrainerStatus)
+        if trainer is not None:
+            self.take_trainer(trainer)
+        self.wake()
+        return run
+
+    async def _watch_rejections(self) -> None:
+        async for rejection in self._link.rejections():
+            while self._run is None:
+                self._taken_up.clear()
+                await self._taken_up.wait()
+            self._run.dispatcher.take_rejection(rejection)
 
     def _check(self, prompts: Prompts) -> None:
         settings = self._settings

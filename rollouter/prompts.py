@@ -50,16 +50,25 @@ class PromptSource:
         if not tasks:
             raise DataError("no task is left to train on")
         self._tasks = tuple(tasks)
+        self._by_id = {task.task_id: task for task in tasks}
         self._seed = seed
         self._shuffle = shuffle
         self._num_epochs = num_epochs
         self._issued = 0
-        self._order: tuple[int, Sequence[int]] | None = None
+        self._orders: dict[int, Sequence[int]] = {}
         self._fingerprint = _fingerprint(tasks)
 
     @property
     def cursor(self) -> PromptCursor:
         return PromptCursor(issued=self._issued, fingerprint=self._fingerprint)
+
+    @property
+    def num_tasks(self) -> int:
+        return len(self._tasks)
+
+    def task(self, task_id: str) -> Task | None:
+        """The task of that name, if it is one of those that are trained."""
+        return self._by_id.get(task_id)
 
     @property
     def remaining(self) -> int | None:
@@ -85,19 +94,27 @@ class PromptSource:
 
     def next(self) -> Issue | None:
         """Issue the next task; None once `num_epochs` are over."""
-        if self.remaining == 0:
-            return None
-        epoch, position = divmod(self._issued, len(self._tasks))
-        issue = Issue(number=self._issued, epoch=epoch, task=self._tasks[self._epoch_order(epoch)[position]])
-        self._issued += 1
+        issue = self.peek()
+        if issue is not None:
+            self._issued += 1
         return issue
 
+    def peek(self, ahead: int = 0) -> Issue | None:
+        """The issue that comes after `ahead` others; None if `num_epochs` are over by then."""
+        remaining = self.remaining
+        if remaining is not None and remaining <= ahead:
+            return None
+        number = self._issued + ahead
+        epoch, position = divmod(number, len(self._tasks))
+        return Issue(number=number, epoch=epoch, task=self._tasks[self._epoch_order(epoch)[position]])
+
     def _epoch_order(self, epoch: int) -> Sequence[int]:
-        if self._order is None or self._order[0] != epoch:
+        if epoch not in self._orders:
             count = len(self._tasks)
             order = np.random.default_rng([self._seed, epoch]).permutation(count).tolist() if self._shuffle else range(count)
-            self._order = (epoch, order)
-        return self._order[1]
+            self._orders = {known: self._orders[known] for known in (epoch - 1, epoch + 1) if known in self._orders}
+            self._orders[epoch] = order
+        return self._orders[epoch]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

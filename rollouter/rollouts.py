@@ -19,6 +19,7 @@ from agent_loop.errors import AgentLoopError, words_of
 from agent_loop.loop import AgentLoop
 from agent_loop.session import Session, TextCodec, Trajectory
 from agent_loop.task import Task
+from rollouter.errors import LateResult
 from rollouter.scoring import Scorer
 from sample_bus.sample import Sample, StopReason
 
@@ -74,7 +75,8 @@ class Runner:
         self._seed = seed
 
     async def attempt(self, plan: Plan, number: int) -> Episode:
-        """Play attempt `number`. Raises TimeoutError naming what it was doing, AgentLoopError, or what the loop raised."""
+        """Play attempt `number`. Raises TimeoutError naming what it was doing (LateResult if it ended well, but too late),
+        AgentLoopError, or what the loop raised."""
         session = Session(
             self._engine,
             replace(plan.sampling, seed=request_seed(self._seed, plan.seed_key, number)),
@@ -89,6 +91,12 @@ class Runner:
                 trajectory = session.trajectory()
                 scoring = True
                 reward = await self._scorer.score(plan.task, trajectory)
+            if deadline.expired():
+                raise LateResult(
+                    f"rollout {plan.rollout_id} attempt {number} brought a result after its deadline of {self._timeout_s:g} s"
+                )
+        except LateResult:
+            raise
         except TimeoutError as error:
             doing = "its reward was computed" if scoring else f"turn {session.num_turns + 1} was played"
             limit = f"after {self._timeout_s:g} s" if deadline.expired() else "on a deadline of its own"

@@ -1,0 +1,208 @@
+"""The rollouter's journal on disk and the books that it keeps: written, replayed, and reconciled with the stream.
+
+Invariant: the books change by records alone, each of which goes to the journal in the same breath. What a process before this
+one did without noting it is told again from its stream, so nothing that was offered is played again.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import structlog
+
+from configs.schema import SamplingSettings
+from rollouter.books import Books
+from rollouter.errors import DataError
+from rollouter.failures import FailureReason
+from rollouter.seat_policy import SeatPolicy
+from sample_bus.closed_seat import ClosedSeat
+from sample_bus.errors import JournalError
+from sample_bus.journal import (
+    ROLLOUTER_FILE,
+    AttemptFailed,
+    GroupAdmitted,
+    RollouterBegan,
+    RollouterEnded,
+    RollouterRecord,
+    SampleOffered,
+    SeatClosed,
+    journal_dir,
+    read_journal,
+)
+from sample_bus.journal_writer import JournalWriter
+from sample_bus.protocols import Producer, Resumption
+from sample_bus.sample import NO_VERSION, Sample, SampleId
+
+log = structlog.get_logger()
+
+
+class Bookkeeper:
+    """Books and journal of one run; belongs to the event loop."""
+
+    def __init__(
+        self,
+        run_dir: Path,
+        run_id: str,
+        *,
+        on_change: Callable[[], None] = lambda: None,
+        now: Callable[[], float] = time.time,
+    ) -> None:
+        """Replay what stands there and open it for writing; blocking. `on_change` is called when the journal can be written no
+        more, or again. Raises JournalError, JournalDamaged."""
+        self.run_id = run_id
+        self.now = now
+        self.books = Books()
+        self._writer = JournalWriter(journal_dir(run_dir, run_id) / ROLLOUTER_FILE, on_change=on_change)
+        self._is_closed = False
+        for record in read_journal(self._writer.path):
+            if not isinstance(record, RollouterRecord):
+                raise JournalError(f"{self._writer.path}: got {type(record).__name__}, expected the rollouter's own records")
+            self.books.apply(record)
+
+    @property
+    def is_blocked(self) -> bool:
+        return self._writer.is_blocked
+
+    @property
+    def problem(self) -> str:
+        """Why the journal cannot be written; empty while it can."""
+        return self._writer.problem
+
+    def write(self, record: RollouterRecord) -> None:
+        """Note it, in the books and in the journal; nothing once this is closed."""
+        if self._is_closed:
+            log.debug("noted after the end", record=type(record).__name__)
+            return
+        self.books.apply(record)
+        self._writer.write(record)
+
+    async def durable(self) -> None:
+        """Return when everything that was noted stands in the file: at once, unless the disk takes nothing."""
+        if self._writer.is_blocked:
+            await self._writer.flush()
+
+    async def take_up(
+        self,
+        producer: Producer,
+        resumption: Resumption,
+        *,
+        process: str,
+        fingerprint: str,
+        policy: SeatPolicy,
+        sampling: SamplingSettings,
+    ) -> None:
+        """Go on where the process before this one stood, on the stream of `resumption`. `sampling` is what a group is played on
+        with of which nothing but its records is left.
+
+        Raises DataError when the data is another one, BusError.
+        """
+        books, epoch = self.books, resumption.epoch
+        if books.fingerprint not in ("", fingerprint):
+            raise DataError(
+                f"data changed: got tasks with fingerprint {fingerprint}, expected {books.fingerprint}, over which "
+                f"{books.next_issue} tasks were issued in run {self.run_id}; bring the data back, or begin another run "
+                "(checkpoint.resume=never)"
+            )
+        was_cut_off, is_first = books.was_cut_off, books.num_processes == 0
+        if books.epoch not in (0, epoch):
+            log.warning("records of an older stream are lost", epoch_before=books.epoch, epoch=epoch)
+        self.write(RollouterBegan(at=self.now(), process=process, epoch=epoch, data_fingerprint=fingerprint))
+        async for sample_id, record in producer.stored(books.first_unknown):
+            if not books.knows(sample_id):
+                self._tell_again(sample_id, record, sampling)
+        if books.num_recorded < resumption.next_seq and not is_first:
+            log.warning(
+                "records were committed before they were noted: their seats are played again, and the trainer refuses them",
+                num_records=resumption.next_seq - books.num_recorded,
+            )
+        if was_cut_off:
+            self._note_interruptions(policy)
+        if not is_first:
+            log.info("taken up where it stood", open_groups=len(books.open_groups), **books.counts().model_dump())
+
+    def close(self, reason: str) -> None:
+        """This process ends in good order: what is in flight is to be played on. Does nothing the second time."""
+        if not self._is_closed:
+            self.write(RollouterEnded(at=self.now(), reason=reason, counts=self.books.counts().model_dump()))
+            self.release()
+
+    def release(self) -> None:
+        """Close the file without a word of the end, as a death would."""
+        if not self._is_closed:
+            self._is_closed = True
+            self._writer.close()
+
+    def _tell_again(self, sample_id: SampleId, record: Sample | ClosedSeat, sampling: SamplingSettings) -> None:
+        """Note a record of the stream that a process before this one had no time to note."""
+        log.info("record told again from the stream", rollout_id=record.rollout_id, seq=sample_id.seq)
+        if self.books.group(record.group_id) is None:
+            log.warning("group taken over from its records: the journal has lost it", group_id=record.group_id)
+            self.write(_admission_of(record, sampling, issue=self.books.next_issue, at=self.now()))
+        if isinstance(record, Sample):
+            self.write(offered(sample_id, record, self.now()))
+        else:
+            self.write(closed(sample_id, record, self.now()))
+
+    def _note_interruptions(self, policy: SeatPolicy) -> None:
+        """The attempts that the death of the process before cut off are over; the next ones get the next numbers."""
+        for group_id, group in list(self.books.open_groups.items()):
+            for number, seat in enumerate(group.seats):
+                if not seat.is_open or seat.closing is not None:
+                    continue
+                move = policy.next_move(
+                    FailureReason.INTERRUPTED,
+                    num_failed=seat.num_failed,
+                    num_interrupted=seat.num_interrupted + 1,
+                    num_refills=seat.num_refills,
+                )
+                self.write(
+                    AttemptFailed(
+                        at=self.now(),
+                        group_id=group_id,
+                        seat=number,
+                        attempt=seat.attempt,
+                        reason=FailureReason.INTERRUPTED.value,
+                        message="the rollouter was killed while it ran",
+                        then=move.value,
+                    )
+                )
+
+
+def offered(sample_id: SampleId, sample: Sample, at: float) -> SampleOffered:
+    """What the journal says of a sample in the stream."""
+    return SampleOffered(
+        at=at,
+        group_id=sample.group_id,
+        seat=sample.seat,
+        attempt=sample.attempt,
+        id=list(sample_id),
+        num_tokens=sample.num_tokens,
+        reward=sample.reward,
+        oldest_version=sample.oldest_version,
+    )
+
+
+def closed(sample_id: SampleId, seat: ClosedSeat, at: float) -> SeatClosed:
+    """What the journal says of a closed seat in the stream."""
+    return SeatClosed(
+        at=at, group_id=seat.group_id, seat=seat.seat, attempt=seat.attempt, reason=seat.reason, id=list(sample_id)
+    )
+
+
+def _admission_of(record: Sample | ClosedSeat, sampling: SamplingSettings, *, issue: int, at: float) -> GroupAdmitted:
+    """What the admission of the record's group must have been; `issue` is taken when its id does not tell its number."""
+    number = record.group_id.rpartition("#")[2].partition("@")[0]
+    return GroupAdmitted(
+        at=at,
+        group_id=record.group_id,
+        task_id=record.task_id,
+        issue=int(number) if number.isdecimal() else issue,
+        group_size=record.group_size,
+        policy_version=record.oldest_version if isinstance(record, Sample) else NO_VERSION,
+        incarnation=record.incarnation,
+        settings_revision=record.settings_revision,
+        temperature=record.temperature if isinstance(record, Sample) else sampling.temperature,
+        max_tokens=sampling.max_tokens,
+    )
