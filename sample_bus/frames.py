@@ -28,6 +28,8 @@ from sample_bus.packing import Buffer, pack, unpack
 PROTOCOL = 2
 MAX_CONTROL_BYTES = 16 << 20
 MAX_TEXT = 4096
+MAX_ITEMS = 1024
+"""Fields of a message, or retained topics in a WELCOME."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -177,7 +179,7 @@ def decode_control(frame: Buffer, num_following: int = 0) -> Control:
     """The message of a frame that has `num_following` frames after it. Raises WireError."""
     if len(frame) > MAX_CONTROL_BYTES:
         raise WireError(f"control message: {len(frame)} bytes, expected at most {MAX_CONTROL_BYTES}")
-    values = unpack(frame, "control message")
+    values = unpack(frame, "control message", max_items=MAX_ITEMS)
     if not isinstance(values, list) or not values or type(values[0]) is not int or values[0] not in _KINDS:
         raise WireError(f"control message: got {repr(values)[:80]}, expected [kind, …] with a known kind")
     kind = _KINDS[values[0]]

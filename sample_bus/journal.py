@@ -12,9 +12,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, ClassVar, get_args
+from typing import Any, ClassVar, get_args, get_origin, get_type_hints
 
-from sample_bus.errors import JournalError
+from sample_bus.errors import JournalError, WireError
 from sample_bus.packing import pack, unpack
 from sample_bus.record_log import read_records
 
@@ -286,8 +286,19 @@ TrainerRecord = (
     TrainerBegan | Queued | StepBegan | StepTrained | RecordsDropped | RecordsGone | VersionPublished | Saved | TrainerEnded
 )
 Record = RollouterRecord | TrainerRecord
+
+
+def _types_of(annotation: Any) -> tuple[type[Any], ...]:
+    """What a field's value may be when it is read."""
+    declared: type[Any] = get_origin(annotation) or annotation
+    return (int, float) if declared is float else (declared,)
+
+
 _KINDS: dict[int, type[Record]] = {kind.KIND: kind for kind in get_args(Record)}
 _FIELDS: dict[type[Record], tuple[str, ...]] = {kind: tuple(field.name for field in fields(kind)) for kind in _KINDS.values()}
+_TYPES: dict[type[Record], tuple[tuple[type[Any], ...], ...]] = {
+    kind: tuple(_types_of(get_type_hints(kind)[name]) for name in names) for kind, names in _FIELDS.items()
+}
 
 
 def encode_record(record: Record) -> bytes:
@@ -297,10 +308,16 @@ def encode_record(record: Record) -> bytes:
 
 def decode_record(payload: bytes, where: str) -> Record:
     """Raises JournalError naming `where`."""
-    values = unpack(payload, where)
-    kind = _KINDS.get(values[0]) if isinstance(values, list) and values and isinstance(values[0], int) else None
+    try:
+        values = unpack(payload, where, max_items=max(1, len(payload)))
+    except WireError as error:
+        raise JournalError(str(error)) from error
+    kind = _KINDS.get(values[0]) if isinstance(values, list) and values and type(values[0]) is int else None
     if kind is None or len(values) != 1 + len(_FIELDS[kind]):
         raise JournalError(f"{where}: got {repr(values)[:80]}, expected a record of this version's journal")
+    for name, value, types in zip(_FIELDS[kind], values[1:], _TYPES[kind], strict=True):
+        if type(value) not in types:
+            raise JournalError(f"{where}: {kind.__name__}.{name}: got {repr(value)[:80]}, expected {types[-1].__name__}")
     made: Any = kind
     decoded: Record = made(**dict(zip(_FIELDS[kind], values[1:], strict=True)))
     return decoded

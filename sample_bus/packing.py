@@ -1,7 +1,8 @@
 """msgpack with limits: the only place that turns bytes of a peer into Python objects.
 
 Invariant: `unpack` either returns plain data (None, bool, int, float, str, bytes, list, dict with string keys) or raises
-WireError; no extension types, no trailing bytes, no nesting or lengths beyond what the input itself can hold.
+WireError; no extension types, no trailing bytes, and no memory for what a length only claims: the claims of nested lists add
+up to thousands of times the input, so their lengths have a bound of their own.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ import msgpack
 from sample_bus.errors import WireError
 
 Buffer = bytes | bytearray | memoryview
+MAX_ITEMS = 4096
+"""Items of a list or map that a peer sends."""
 
 
 def pack(value: Any) -> bytes:
@@ -24,10 +27,19 @@ def pack(value: Any) -> bytes:
     return packed
 
 
-def unpack(data: Buffer, what: str) -> Any:
-    """Plain data of `data`; `what` names it in the WireError."""
+def unpack(data: Buffer, what: str, *, max_items: int = MAX_ITEMS) -> Any:
+    """Plain data of `data`, whose lists and maps have at most `max_items` items; `what` names it in the WireError."""
     try:
-        return msgpack.unpackb(data, raw=False, use_list=True, strict_map_key=True, ext_hook=_no_extension, timestamp=0)
+        return msgpack.unpackb(
+            data,
+            raw=False,
+            use_list=True,
+            strict_map_key=True,
+            ext_hook=_no_extension,
+            timestamp=0,
+            max_array_len=max_items,
+            max_map_len=max_items,
+        )
     except (ValueError, TypeError, RecursionError, msgpack.UnpackException) as error:
         raise WireError(f"{what}: {len(data)} bytes are not valid msgpack: {type(error).__name__} {error}") from error
 

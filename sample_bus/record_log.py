@@ -10,7 +10,6 @@ line that says so. Damage with whole records behind it is never taken for such a
 
 from __future__ import annotations
 
-import io
 import os
 import struct
 from collections.abc import Iterator, Sequence
@@ -157,12 +156,22 @@ def _next(file: BinaryIO, available: int) -> bytes | None:
 
 def _first_whole(path: Path, start: int) -> int | None:
     """Offset of the first whole record at or behind `start`."""
-    if path.stat().st_size < start:
-        return None
-    data = path.read_bytes()  # only of a file whose tail is no record
-    at = data.find(_MARK, start)
+    with path.open("rb") as file:
+        file.seek(start)
+        data = file.read()  # only of a file whose tail is no record, and only that tail
+    view = memoryview(data)
+    at = data.find(_MARK)
     while at >= 0:
-        if _next(io.BytesIO(data[at:]), len(data) - at) is not None:
-            return at
+        if _is_whole(view[at:]):
+            return start + at
         at = data.find(_MARK, at + 1)
     return None
+
+
+def _is_whole(data: memoryview) -> bool:
+    """Whether a whole record stands at the beginning of `data`; nothing is copied."""
+    if len(data) < HEAD_BYTES:
+        return False
+    _, length, checksum = _HEAD.unpack_from(data)
+    end = HEAD_BYTES + length
+    return bool(end <= len(data) and _checksum(length, [data[HEAD_BYTES:end]]) == checksum)

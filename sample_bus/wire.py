@@ -36,6 +36,8 @@ KIND_CLOSED = 2
 MAX_HEADER_BYTES = 64 << 10
 LARGE_COLUMN_BYTES = 256 << 10
 _ALIGN = 64
+_MAX_ITEMS = 64
+"""Keys of a header; its lists are shorter."""
 _PREFIX = struct.Struct("<4sBBHQQIIQ")
 _CHECKSUM = struct.Struct("<Q")
 PREFIX_BYTES = _PREFIX.size + _CHECKSUM.size
@@ -174,7 +176,7 @@ def decode(frames: Sequence[bytes | memoryview], *, max_bytes: int) -> tuple[Sam
     computed = _digest(views[0][: _PREFIX.size], [header_view, *views[1:]])
     if computed != checksum:
         raise WireError(f"checksum: got {checksum:016x}, expected {computed:016x} (epoch {epoch}, seq {seq})")
-    header = _checked_header(unpack(header_view, "header"), kind)
+    header = _checked_header(unpack(header_view, "header", max_items=_MAX_ITEMS), kind)
     record = _closed_seat(header) if kind == KIND_CLOSED else _sample(header, views)
     record.validate()
     return SampleId(header["producer"], epoch, seq), record
