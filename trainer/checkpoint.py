@@ -96,8 +96,8 @@ def choose(root: Path, *, mode: Literal["never", "auto", "must"], run_id: str) -
     is right.
 
     `never` starts afresh. `auto` does so only where no checkpoint was ever finished (a death while the first one was written is
-    no reason to stop: nothing was committed), `must` not at all: an incomplete one alone raises NoCheckpointError, and one whose
-    state cannot be read CheckpointError.
+    no reason to stop: nothing was committed), `must` not at all: an incomplete one alone raises NoCheckpointError, and one
+    whose state cannot be read CheckpointError.
     """
     if mode == "never":
         return None
