@@ -7,7 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from sample_bus.protocols import Leased
+from sample_bus.closed_seat import ClosedSeat
+from sample_bus.protocols import Leased, LeasedClosure
 from sample_bus.sample import NO_VERSION, Sample, SampleId, StopReason
 
 
@@ -60,3 +61,29 @@ def make_sample(
 def lease(sample: Sample, seq: int, *, producer: str = "rollouter", epoch: int = 1) -> Leased:
     """A sample as it comes from the bus."""
     return Leased(id=SampleId(producer, epoch, seq), sample=sample, nbytes=sample.nbytes)
+
+
+def make_closed(
+    *, group_id: str = "task-0/0", seat: int = 0, group_size: int = 1, reason: str = "timeout", **changes: Any
+) -> ClosedSeat:
+    """A seat that stays empty."""
+    fields: dict[str, Any] = {
+        "task_id": "task-0",
+        "group_id": group_id,
+        "rollout_id": f"{group_id}/{seat}",
+        "attempt": 2,
+        "seat": seat,
+        "group_size": group_size,
+        "data_source": "test",
+        "reason": reason,
+        "message": "it took too long",
+        "settings_revision": 0,
+        "incarnation": "first",
+        "closed_at": 0.0,
+    }
+    return ClosedSeat(**{**fields, **changes})
+
+
+def lease_closed(closed: ClosedSeat, seq: int, *, producer: str = "rollouter", epoch: int = 1) -> LeasedClosure:
+    """A closed seat as it comes from the bus."""
+    return LeasedClosure(id=SampleId(producer, epoch, seq), closed=closed, nbytes=100)
