@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
+import random
 import shutil
+import signal
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,12 +16,16 @@ import torch
 from safetensors import SafetensorError
 
 from configs.schema import TrainerSettings
+from sample_bus.messages import Counts
+from sample_bus.position import BusPosition, StreamPosition
 from tests.fakes.tiny_models import TinyModel, make_tiny_model
 from tests.trainer.sequences import siblings
-from trainer.checkpoint import MARKER, find, resume, save_checkpoint
+from trainer.checkpoint import MARKER, STATE, Checkpoint, choose, find, load, save_checkpoint
 from trainer.errors import CheckpointError, NoCheckpointError
 from trainer.fsdp import FsdpPolicy
 from trainer.policy import LossOptions
+from trainer.randomness import Randomness
+from trainer.run_state import RunState
 from trainer.update import UpdateOptions, train_step
 
 
@@ -34,16 +42,47 @@ class Notebook:
         self.number = int((directory / "number.txt").read_text())
 
 
-def save_steps(root: Path, *steps: int, keep: int = 10) -> None:
+def state_of(step: int, *, run_id: str = "1234abcd") -> RunState:
+    stream = StreamPosition(producer="rollouter", epoch=1, watermark=8 * step, beyond=((8 * step + 2, 8 * step + 5),))
+    return RunState(
+        run_id=run_id,
+        incarnation="first",
+        step=step,
+        policy_version=step,
+        position=BusPosition(streams=(stream,)),
+        counts=Counts(received=8 * step + 3, trained=8 * step, dropped={"stale": 3}, closed=2),
+    )
+
+
+def save_steps(root: Path, *steps: int, keep: int = 10, run_id: str = "1234abcd") -> None:
     for step in steps:
-        save_checkpoint(root, Notebook(step), step=step, state={"step": step}, keep=keep)
+        save_checkpoint(root, {"policy": Notebook(step)}, state=state_of(step, run_id=run_id), keep=keep)
+
+
+def newest(root: Path, mode: str = "must", *, run_id: str = "1234abcd") -> Checkpoint:
+    chosen = choose(root, mode=mode, run_id=run_id)  # type: ignore[arg-type]
+    assert chosen is not None
+    return chosen
 
 
 def test_the_newest_complete_checkpoint_is_resumed_from(tmp_path: Path) -> None:
     save_steps(tmp_path, 5, 30, 9)
-    notebook = Notebook()
-    assert resume(tmp_path, notebook, mode="must") == {"step": 30}
+    chosen, notebook = newest(tmp_path), Notebook()
+    load(chosen, {"policy": notebook})
+    assert chosen.state == state_of(30)
     assert notebook.number == 30
+
+
+def test_a_run_that_began_afresh_goes_on_from_its_own_checkpoint_not_from_a_later_step_of_an_earlier_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """B92: checkpoint.resume=never in a directory that an earlier run filled, then a restart with auto."""
+    save_steps(tmp_path, 90, 100, run_id="00000001")
+    save_steps(tmp_path, 5, 10, 15, keep=2, run_id="00000002")
+    assert newest(tmp_path, run_id="00000002").state.step == 15
+    assert [path.name for path in find(tmp_path).complete] == ["step_10", "step_15", "step_90", "step_100"]
+    assert newest(tmp_path, run_id="00000003").state.step == 100
+    assert "checkpoint of an earlier run" in capsys.readouterr().out
 
 
 def test_half_written_checkpoints_are_told_and_passed_over(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -53,8 +92,7 @@ def test_half_written_checkpoints_are_told_and_passed_over(tmp_path: Path, capsy
     (tmp_path / "step_30" / "policy" / "number.txt").unlink()
     (tmp_path / "step_40" / "policy" / "number.txt").write_text("4")
     (tmp_path / ".unfinished_step_50").mkdir()
-    notebook = Notebook()
-    assert resume(tmp_path, notebook, mode="auto") == {"step": 10}
+    assert newest(tmp_path, "auto").state.step == 10
     said = capsys.readouterr().out
     assert all(name in said for name in ("step_20", "step_30", "step_40", ".unfinished_step_50"))
 
@@ -65,28 +103,51 @@ def test_an_incomplete_checkpoint_alone_is_an_error_not_a_fresh_start(tmp_path: 
     save_steps(tmp_path, 3)
     (tmp_path / "step_3" / MARKER).write_text("{")
     with pytest.raises(NoCheckpointError, match="incomplete: step_3"):
-        resume(tmp_path, Notebook(), mode=mode)  # type: ignore[arg-type]
+        newest(tmp_path, mode)
 
 
 def test_without_any_checkpoint_auto_starts_afresh_and_must_fails(tmp_path: Path) -> None:
     """B92"""
-    assert resume(tmp_path / "none", Notebook(), mode="auto") is None
-    assert resume(tmp_path, Notebook(), mode="never") is None
+    assert choose(tmp_path / "none", mode="auto", run_id="1234abcd") is None
+    assert choose(tmp_path, mode="never", run_id="1234abcd") is None
     with pytest.raises(NoCheckpointError, match=r"checkpoint\.resume=must"):
-        resume(tmp_path, Notebook(), mode="must")
+        newest(tmp_path, "must")
 
 
 def test_never_starts_afresh_beside_a_checkpoint(tmp_path: Path) -> None:
     """B92"""
     save_steps(tmp_path, 3)
-    assert resume(tmp_path, Notebook(), mode="never") is None
+    assert choose(tmp_path, mode="never", run_id="1234abcd") is None
 
 
 def test_changed_bytes_of_the_right_length_are_noticed(tmp_path: Path) -> None:
     save_steps(tmp_path, 3)
     (tmp_path / "step_3" / "policy" / "number.txt").write_text("4")
     with pytest.raises(CheckpointError, match=r"number\.txt: damaged"):
-        resume(tmp_path, Notebook(), mode="auto")
+        load(newest(tmp_path, "auto"), {"policy": Notebook()})
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("{", "cannot be read"),
+        ('{"step": 3, "policy_version": 3}', "no state of a run: KeyError 'format'"),
+        ('{"format": 1}', "got format 1, expected 2"),
+        (
+            '{"format": 2, "run_id": "x", "incarnation": "i", "step": 3, "policy_version": 3, "position": 7, "counts": {}}',
+            "position",
+        ),
+    ],
+)
+def test_a_state_that_is_none_is_an_error_that_names_the_file(tmp_path: Path, text: str, problem: str) -> None:
+    save_steps(tmp_path, 3)
+    marker = tmp_path / "step_3" / MARKER
+    (tmp_path / "step_3" / STATE).write_text(text)
+    files = json.loads(marker.read_text())
+    files["files"][STATE]["bytes"] = len(text)
+    marker.write_text(json.dumps(files))
+    with pytest.raises(CheckpointError, match=rf"step_3/state\.json: .*{problem}"):
+        newest(tmp_path, "auto")
 
 
 def test_only_the_newest_complete_checkpoints_are_kept(tmp_path: Path) -> None:
@@ -105,9 +166,9 @@ def test_a_full_disk_is_told_with_the_path_and_leaves_the_older_checkpoints(tmp_
 
     save_steps(tmp_path, 10)
     with pytest.raises(CheckpointError, match=r"step_20: cannot be written: .*No space left on device"):
-        save_checkpoint(tmp_path, Full(), step=20, state={}, keep=1)
+        save_checkpoint(tmp_path, {"policy": Full()}, state=state_of(20), keep=1)
     assert [path.name for path in tmp_path.iterdir()] == ["step_10"]
-    assert resume(tmp_path, Notebook(), mode="must") == {"step": 10}
+    assert newest(tmp_path).state == state_of(10)
 
 
 def test_saving_again_replaces_what_a_crash_left(tmp_path: Path) -> None:
@@ -115,8 +176,10 @@ def test_saving_again_replaces_what_a_crash_left(tmp_path: Path) -> None:
     leftover = tmp_path / ".unfinished_step_3" / "policy"
     leftover.mkdir(parents=True)
     (leftover / "junk").write_text("junk")
-    (tmp_path / "step_3").mkdir()
+    for name in ("step_3", ".unfinished_step_9", ".discarded_step_1"):
+        (tmp_path / name).mkdir()
     save_steps(tmp_path, 3)
+    assert [path.name for path in tmp_path.iterdir()] == ["step_3"]
     found = find(tmp_path)
     assert [path.name for path in found.complete] == ["step_3"]
     assert not found.incomplete
@@ -143,8 +206,8 @@ def test_a_resumed_run_has_the_same_bits_as_one_that_went_straight_on(tmp_path: 
     straight, first, second = policy(), policy(), policy()
     losses = train(straight, range(10))
     assert train(first, range(5)) == losses[:5]
-    save_checkpoint(tmp_path / "checkpoints", first, step=5, state={"step": 5, "policy_version": 5}, keep=1)
-    assert resume(tmp_path / "checkpoints", second, mode="must") == {"step": 5, "policy_version": 5}
+    save_checkpoint(tmp_path / "checkpoints", {"policy": first}, state=state_of(5), keep=1)
+    load(newest(tmp_path / "checkpoints"), {"policy": second})
     assert all(bool(moment.any()) for moment in second._optimizer.first_moments)
     assert train(second, range(5, 10)) == losses[5:]
     for kind in ("weights", "first_moments", "second_moments"):
@@ -178,3 +241,71 @@ def test_a_checkpoint_of_another_number_of_ranks_is_refused(tmp_path: Path) -> N
     shutil.rmtree(saved)
     with pytest.raises(CheckpointError, match="cannot be read"):
         policy.load(saved)
+
+
+def test_random_generators_go_on_where_the_checkpoint_left_them(tmp_path: Path) -> None:
+    randomness = Randomness()
+    randomness.seed(7)
+    _draw()
+    save_checkpoint(tmp_path, {"random": randomness}, state=state_of(1), keep=1)
+    expected = _draw()
+    randomness.seed(8)
+    load(newest(tmp_path), {"random": randomness})
+    assert _draw() == expected
+    (tmp_path / "step_1" / "random" / "random.json").write_text("{}")
+    with pytest.raises(CheckpointError, match=r"random\.json: cannot be read"):
+        randomness.load(tmp_path / "step_1" / "random")
+
+
+def _draw() -> tuple[float, ...]:
+    return random.random(), random.gauss(0, 1), float(np.random.rand()), float(np.random.randn()), float(torch.rand(()))
+
+
+MOMENTS = ("mkdir", "rename", "fsync", "rmtree")
+
+
+@pytest.mark.parametrize("victim", MOMENTS)
+def test_a_kill_at_any_moment_of_a_save_leaves_the_old_checkpoint_or_the_new_one(tmp_path: Path, victim: str) -> None:
+    """B89: the process is killed at the n-th call that changes the disk, for every n."""
+    for number in range(40):
+        root = tmp_path / f"{victim}-{number}"
+        save_steps(root, 1, 2, keep=2)
+        survived = _save_in_a_child_killed_at(root, victim, number)
+        chosen, notebook = newest(root), Notebook()
+        load(chosen, {"policy": notebook})
+        assert chosen.state.step == notebook.number
+        assert notebook.number in ((3,) if survived else (2, 3))
+        save_steps(root, 4, keep=2)
+        assert not find(root).incomplete
+        if survived:
+            break
+    assert survived
+
+
+def _save_in_a_child_killed_at(root: Path, victim: str, number: int) -> bool:
+    """Whether the child came to the end of its save."""
+    child = os.fork()
+    if child == 0:
+        calls = iter(range(number))
+
+        def deadly(function: Any) -> Any:
+            def call(*arguments: Any, **options: Any) -> Any:
+                if next(calls, None) is None:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                return function(*arguments, **options)
+
+            return call
+
+        match victim:
+            case "mkdir":
+                Path.mkdir = deadly(Path.mkdir)  # type: ignore[method-assign]
+            case "rename":
+                Path.rename = deadly(Path.rename)  # type: ignore[method-assign]
+            case "fsync":
+                os.fsync = deadly(os.fsync)
+            case "rmtree":
+                shutil.rmtree = deadly(shutil.rmtree)  # type: ignore[assignment]
+        save_steps(root, 3, keep=2)
+        os._exit(0)
+    _, status = os.waitpid(child, 0)
+    return os.waitstatus_to_exitcode(status) == 0
