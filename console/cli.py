@@ -73,6 +73,37 @@ def _set(arguments: argparse.Namespace) -> int:
     )
 
 
+def _ledger(arguments: argparse.Namespace) -> int:
+    from console.ledger import ledger
+
+    return _in_run_dir(
+        arguments, lambda run_dir: ledger(run_dir, as_json=arguments.json, sample=arguments.sample), name="ledger"
+    )
+
+
+def _quarantine_list(arguments: argparse.Namespace) -> int:
+    from console.quarantine import list_held
+
+    return _in_run_dir(arguments, list_held, name="quarantine list")
+
+
+def _quarantine_show(arguments: argparse.Namespace) -> int:
+    from console.quarantine import show
+
+    return _in_run_dir(arguments, lambda run_dir: show(run_dir, arguments.id), name="quarantine show")
+
+
+def _quarantine_release(arguments: argparse.Namespace) -> int:
+    from configs.errors import ConfigError
+    from console.quarantine import release
+
+    if bool(arguments.ids) == arguments.all:
+        return _refuse("quarantine release", ConfigError("expected ids, or --all"), 2)
+    return _in_run_dir(
+        arguments, lambda run_dir: release(run_dir, arguments.ids, everything=arguments.all), name="quarantine release"
+    )
+
+
 def _settings(arguments: argparse.Namespace) -> int:
     from configs.keys import listing
 
@@ -110,6 +141,27 @@ def _with_run(arguments: argparse.Namespace, command: Callable[[BusSettings, str
     set_up(LoggingSettings(level="error"), daemon="headrace")
     try:
         return command(*_bus(arguments))
+    except ConfigError as error:
+        return _refuse(name, error, 2)
+    except (ConsoleError, BusError) as error:
+        return _refuse(name, error, 1)
+
+
+def _in_run_dir(arguments: argparse.Namespace, command: Callable[[Path], int], *, name: str) -> int:
+    """Run a command that reads the directory of a run, which may be over."""
+    from configs.errors import ConfigError
+    from configs.loader import load
+    from configs.logs import set_up
+    from configs.schema import LoggingSettings
+    from console.errors import ConsoleError
+    from console.run_dirs import newest, newest_of
+    from sample_bus.errors import BusError
+
+    set_up(LoggingSettings(level="error"), daemon="headrace")
+    try:
+        if arguments.run_dir is not None:
+            return command(arguments.run_dir)
+        return command(newest_of(load(arguments.config)) if arguments.config is not None else newest())
     except ConfigError as error:
         return _refuse(name, error, 2)
     except (ConsoleError, BusError) as error:
@@ -163,6 +215,19 @@ def _parser() -> argparse.ArgumentParser:
     _choose_run(change)
     change.set_defaults(run=_set)
 
+    ledger = commands.add_parser("ledger", help="prove that no rollout of a run was lost or trained twice; exit code 1 if not")
+    _choose_run_dir(ledger)
+    ledger.add_argument("--json", action="store_true", help="as JSON")
+    ledger.add_argument(
+        "--sample",
+        metavar="ID",
+        help="tell the story of GROUP/SEAT, of a group, of ids that begin so, or of PRODUCER/EPOCH/SEQ",
+    )
+    ledger.set_defaults(run=_ledger)
+
+    quarantine = commands.add_parser("quarantine", help="tasks that failed too often, and messages that did not decode")
+    _add_quarantine(quarantine)
+
     settings = commands.add_parser("settings", help="list every setting: type, default, whether it may change live, meaning")
     settings.set_defaults(run=_settings)
 
@@ -173,6 +238,30 @@ def _parser() -> argparse.ArgumentParser:
     new.add_argument("--client", metavar="NAME", help="allow one more client and make DIR/for-NAME, to be moved to its host")
     new.set_defaults(run=_new_keys)
     return parser
+
+
+def _add_quarantine(quarantine: argparse.ArgumentParser) -> None:
+    kinds = quarantine.add_subparsers(title="commands", required=True, metavar="COMMAND")
+    listing = kinds.add_parser("list", help="a line for each of them")
+    _choose_run_dir(listing)
+    listing.set_defaults(run=_quarantine_list)
+    show = kinds.add_parser("show", help="everything about one of them")
+    show.add_argument("id", metavar="ID", help="as `list` names it; for a task its own id too")
+    _choose_run_dir(show)
+    show.set_defaults(run=_quarantine_show)
+    release = kinds.add_parser("release", help="let a task be issued again, also on a run that goes on; remove a message")
+    release.add_argument("ids", nargs="*", metavar="ID", help="as `list` names it; for a task its own id too")
+    release.add_argument("--all", action="store_true", help="all of them")
+    _choose_run_dir(release)
+    release.set_defaults(run=_quarantine_release)
+
+
+def _choose_run_dir(parser: argparse.ArgumentParser) -> None:
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument(
+        "--run-dir", type=Path, help="directory of the run; default: the newest below ./runs, also when it is over"
+    )
+    which.add_argument("--config", type=Path, help="settings file of the run")
 
 
 def _choose_run(parser: argparse.ArgumentParser) -> None:

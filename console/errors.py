@@ -3,7 +3,8 @@
 ConsoleError
 ├── NoRun            no run was found where one was looked for
 ├── NobodyAnswers    no trainer at the address
-└── RunIsLive        the run directory belongs to a run that goes on
+├── RunIsLive        the run directory belongs to a run that goes on
+└── NotQuarantined   nothing in quarantine has that name
 """
 
 
@@ -21,3 +22,7 @@ class NobodyAnswers(ConsoleError):
 
 class RunIsLive(ConsoleError):
     """Raised when a run that goes on already uses the run directory."""
+
+
+class NotQuarantined(ConsoleError):
+    """Raised when nothing in quarantine has the name that was given, or several things have."""

@@ -14,6 +14,7 @@ from configs.command import SETTINGS_FILE
 from configs.errors import ConfigError
 from configs.loader import load
 from console.errors import NoRun
+from console.run_dirs import RUN_ID_FILE
 from sample_bus.books import Copies, Reading
 from sample_bus.errors import JournalDamaged, JournalError
 from sample_bus.issued import Issued
@@ -30,7 +31,6 @@ from sample_bus.sample import SampleId
 from sample_bus.settlements import Settlements
 from sample_bus.spool import Kept, kept
 
-RUN_ID_FILE = "run_id"
 QUARANTINE = "quarantine"
 _SPOOL = "spool"
 _TRIES = 5

@@ -20,6 +20,8 @@ from configs.schema import BusSettings, Settings
 from console.errors import NoRun, RunIsLive
 
 RUNS = Path("runs")
+RUN_ID_FILE = "run_id"
+"""Written by the trainer: names the run over restarts."""
 _CONNECT_TIMEOUT_S = 1.0
 _LOCK_FILE = ".up.lock"
 
@@ -95,6 +97,22 @@ def newest_live(root: Path = RUNS) -> Path:
     )
 
 
+def newest(root: Path = RUNS) -> Path:
+    """The newest run below `root`, whether it goes on or not. Raises NoRun."""
+    candidates = [path for path in root.iterdir() if _is_run(path)] if root.is_dir() else []
+    if not candidates:
+        raise NoRun(f"no run below {root.absolute()}; name one with --run-dir or --config")
+    return max(candidates, key=_changed_at)
+
+
+def newest_of(settings: Settings) -> Path:
+    """The newest run that was started with these settings, whether it goes on or not. Raises NoRun."""
+    candidates = [path for path in _siblings(settings.run_dir) if _is_run(path)]
+    if not candidates:
+        raise NoRun(f"no run in {settings.run_dir.absolute()} or beside it; name one with --run-dir")
+    return max(candidates, key=_changed_at)
+
+
 def is_live(address: str) -> bool:
     """Whether something accepts connections at `address` (`ipc://PATH` or `tcp://HOST:PORT`)."""
     try:
@@ -118,6 +136,10 @@ def _goes_on(run_dir: Path) -> bool:
         return False
 
 
+def _is_run(path: Path) -> bool:
+    return (path / SETTINGS_FILE).is_file() or (path / RUN_ID_FILE).is_file()
+
+
 def _numbered(path: Path) -> Iterator[Path]:
     yield path
     for count in range(2, 1_000_000):
@@ -131,4 +153,6 @@ def _siblings(path: Path) -> list[Path]:
 
 
 def _changed_at(path: Path) -> float:
-    return path.stat().st_mtime
+    """Of the newest file that each process of the run writes; a directory's own time only tells when files came and went."""
+    files = (path, path / "metrics.jsonl", path / RUN_ID_FILE, *(path / "logs").glob("*.log"))
+    return max(file.stat().st_mtime for file in files if file.exists())

@@ -98,6 +98,10 @@ class Issued:
         group_id, seat = rollout
         return 0 <= seat < self.sizes.get(group_id, 0)
 
+    def owner(self, sample_id: SampleId) -> Rollout | None:
+        """The rollout whose record that is, if the rollouter has noted it."""
+        return self._owners.get(sample_id)
+
     def has_taken_back(self, sample_id: SampleId) -> bool:
         """Whether the record does not count any more. One of an older stream that was never noted went with that stream."""
         return sample_id in self.taken_back or (sample_id.epoch < self.epoch and sample_id not in self._owners)
