@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from configs import redis_address
 from configs.errors import ConfigError
 from configs.schema import Settings
 
@@ -85,7 +86,13 @@ def held_alone(lock_file: Path) -> Iterator[None]:
 
 
 def bus_address(settings: Settings) -> str:
-    """`bus.address` with `auto` resolved to this run's socket; makes nothing. Raises ConfigError if it is someone else's."""
+    """`bus.address` with `auto` resolved to this run's socket; makes nothing. Raises ConfigError if it is someone else's.
+
+    A Redis server's address gets the run's name, under which everything of the run stands there.
+    """
+    if settings.bus.transport == "redis":
+        address = redis_address.DEFAULT if settings.bus.address == "auto" else settings.bus.address
+        return str(redis_address.parse(address).with_run(settings.name))
     if settings.bus.address != "auto":
         return settings.bus.address
     path = _socket_path(settings)

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from configs.bus_address import problem_of, tcp_insecurity
+from configs.bus_address import problem_of, problem_of_transport, tcp_insecurity
 
 
 class Section(BaseModel):
@@ -317,6 +317,14 @@ class Settings(Section):
         insecurity = tcp_insecurity(self.bus.address, has_keys=self.bus.keys_dir is not None)
         if insecurity is not None and not self.bus.allow_insecure:
             problems.append(insecurity)
+        mismatch = problem_of_transport(
+            self.bus.transport,
+            self.bus.address,
+            has_password=self.bus.redis_password_file is not None,
+            allow_insecure=self.bus.allow_insecure,
+        )
+        if mismatch is not None:
+            problems.append(mismatch)
         if problems:
             raise ValueError("; ".join(problems))
         return self

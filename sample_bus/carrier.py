@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from sample_bus.events import Event
-from sample_bus.frames import Control
+from sample_bus.frames import Ack, Control
 from sample_bus.position import StreamPosition
 
 Deliver = Callable[[list[Event]], None]
@@ -93,8 +93,9 @@ class HubCarrier(Protocol):
         """Hand over nothing more of that producer until `open_stream`."""
         ...
 
-    def room(self, producer: str, limit: int) -> None:
-        """Records of that producer below sequence number `limit` may be handed over (zmq: its credit sees to that)."""
+    def room(self, producer: str, ack: Ack) -> None:
+        """Records of that producer may be handed over as far as `ack` goes, in number and bytes; none before the first call
+        after `open_stream` (zmq: the producer has the same credit)."""
         ...
 
     def commit(self, stream: StreamPosition) -> None:

@@ -348,7 +348,7 @@ class BusHub:
             ),
         )
         self._carrier.open_stream(client.name, message.epoch, ack.received)
-        self._carrier.room(client.name, ack.limit_samples)
+        self._carrier.room(client.name, ack)
         self._arrivals.add(client.name)
 
     def _note_disconnected(self, peer: bytes) -> None:
@@ -401,7 +401,7 @@ class BusHub:
             if client.epoch is not None:
                 ack = self._ack((client.name, client.epoch))
                 self._carrier.send(client.peer, ack, key="ack")
-                self._carrier.room(client.name, ack.limit_samples)
+                self._carrier.room(client.name, ack)
 
     def _fail(self, failure: BusError) -> None:
         self._failure = self._failure or failure

@@ -35,9 +35,20 @@ async def open_hub(
                 from sample_bus.zmq_carriers import ZmqHubCarrier
 
                 return ZmqHubCarrier(bus, address=address, deliver=deliver)
-        raise AssertionError(f"no carrier for {bus.transport}")
+            case "redis":
+                from sample_bus.redis_carriers import RedisHubCarrier
 
-    if bus.transport == "zmq":
+                assert broker is not None
+                assert lock is not None
+                return RedisHubCarrier(broker, bus, lock, run_id=run_id, deliver=deliver)
+
+    broker = lock = None
+    if bus.transport == "redis":
+        from sample_bus.redis_open import broker_at, prepare_hub
+
+        broker = broker_at(bus, address)
+        lock = await prepare_hub(bus, broker)
+    else:
         check_secure(bus, address)
     with guarded(address) if bus.transport == "zmq" else nullcontext():
         hub = BusHub(bus, run=run, run_id=run_id, incarnation=incarnation, quarantine=quarantine, open_carrier=carrier)
@@ -62,7 +73,11 @@ async def open_link(
                 from sample_bus.zmq_carriers import ZmqLinkCarrier
 
                 return ZmqLinkCarrier(bus, address=address, name=name, spool_dir=spool_dir, deliver=deliver)
-        raise AssertionError(f"no carrier for {bus.transport}")
+            case "redis":
+                from sample_bus.redis_carriers import RedisLinkCarrier
+                from sample_bus.redis_open import broker_at
+
+                return RedisLinkCarrier(broker_at(bus, address), bus, name=name, deliver=deliver)
 
     if bus.transport == "zmq":
         check_secure(bus, address)

@@ -12,7 +12,7 @@ from sample_bus import curve
 from sample_bus.carrier import Deliver, Frames
 from sample_bus.errors import AddressInUse, BusError
 from sample_bus.events import SERVER
-from sample_bus.frames import Control
+from sample_bus.frames import Ack, Control
 from sample_bus.outflow import Outflow
 from sample_bus.position import StreamPosition
 from sample_bus.zmq_io import SocketThread, set_options
@@ -69,7 +69,7 @@ class ZmqHubCarrier:
     def close_streams(self, producer: str) -> None:
         """The producer was told to greet anew; what it sends until then has no open stream."""
 
-    def room(self, producer: str, limit: int) -> None:
+    def room(self, producer: str, ack: Ack) -> None:
         """The producer has credit of its own."""
 
     def commit(self, stream: StreamPosition) -> None:
