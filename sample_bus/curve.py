@@ -124,7 +124,9 @@ def handshake_problem(event: int, value: int, keys: ClientKeys | None) -> str | 
         return f"what answers is no trainer of this version, or its keys do not fit (protocol error {value:#x})"
     if event == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL:
         if keys is None:
-            return "it closed the connection in the handshake: it asks for keys (bus.keys_dir), or it is no trainer"
+            return (
+                "it closed the connection in the handshake: it asks for keys (bus.keys_dir), is no trainer, or is just ending"
+            )
         return (
             f"it closed the connection in the handshake: {keys.directory / SERVER_PUBLIC} ({short(keys.server_public)}) is not "
             "its key, or it asks for no keys"
