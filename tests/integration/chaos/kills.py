@@ -124,10 +124,13 @@ class Run:
         (self.run_dir / "enough").touch()
         try:
             async with asyncio.timeout(END_S):
-                codes = await asyncio.gather(*(process.wait() for process in self._processes.values()))
+                await asyncio.gather(*(self._ended_well(victim) for victim in self._processes))
         except TimeoutError:
             raise AssertionError(f"the run did not end within {END_S} s:\n{self.tails()}") from None
-        assert codes == [0, 0], f"{dict(zip(self._processes, codes, strict=True))}:\n{self.tails()}"
+
+    async def _ended_well(self, victim: Victim) -> None:
+        code = await self._processes[victim].wait()
+        assert code == 0, f"the {victim} ended with {code}:\n{self.tails()}"
 
     async def close(self) -> None:
         for process in self._processes.values():

@@ -203,10 +203,12 @@ async def main(place: Place, run_dir: Path) -> None:
         producer = Producer(link, journal, played, resumption)
         await producer.reconcile()
         await producer.run(run_dir / "enough")
-        await link.publish("rollouter", RollouterStatus(state=RollouterState.ENDED, counts=played.counts()))
+        in_stream = link.producer_statistics().offered
+        ended = RollouterStatus(state=RollouterState.ENDED, detail=str(in_stream), counts=played.counts())
+        await link.publish("rollouter", ended)
         with contextlib.closing(journal):
             async for end in link.watch("end", EndOfRun):
-                journal.write(RollouterEnded(at=time.time(), reason=end.reason, counts=played.counts().model_dump(mode="json")))
+                journal.write(RollouterEnded(at=time.time(), reason=end.reason.value, counts=played.counts().model_dump(mode="json")))
                 return
         raise AssertionError("the bus closed before the run's end was told")
 

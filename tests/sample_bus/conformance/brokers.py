@@ -23,12 +23,16 @@ def free_port() -> int:
 
 
 class Broker:
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, changes: dict[str, Any]) -> None:
         self.port = free_port()
         self._data = directory / "redis"
         self._process: asyncio.subprocess.Process | None = None
         self.place = Place(
-            transport="redis", address=f"redis://127.0.0.1:{self.port}/0#run", directory=str(directory), broker_port=self.port
+            transport="redis",
+            address=f"redis://127.0.0.1:{self.port}/0#run",
+            directory=str(directory),
+            broker_port=self.port,
+            changes=changes,
         )
 
     async def restart(self) -> None:
@@ -70,8 +74,9 @@ class Broker:
 
 
 @asynccontextmanager
-async def running(directory: Path) -> AsyncIterator[Broker]:
-    broker = Broker(directory)
+async def running(directory: Path, changes: dict[str, Any] | None = None) -> AsyncIterator[Broker]:
+    """A server whose place's bus has these settings."""
+    broker = Broker(directory, changes or {})
     await broker.restart()
     try:
         yield broker
