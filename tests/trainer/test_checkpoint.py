@@ -106,6 +106,17 @@ def test_an_incomplete_checkpoint_alone_is_an_error_not_a_fresh_start(tmp_path: 
         newest(tmp_path, mode)
 
 
+def test_a_death_while_the_first_checkpoint_was_written_is_no_reason_to_stop(tmp_path: Path) -> None:
+    """B90: nothing was committed yet, so the run begins again from its journal; `must` still refuses."""
+    (tmp_path / ".unfinished_step_5").mkdir()
+    assert choose(tmp_path, mode="auto", run_id="1234abcd") is None
+    with pytest.raises(NoCheckpointError, match=r"checkpoint\.resume=must"):
+        newest(tmp_path, "must")
+    (tmp_path / ".discarded_step_4").mkdir()
+    with pytest.raises(NoCheckpointError, match=r"incomplete: \.discarded_step_4"):
+        newest(tmp_path, "auto")
+
+
 def test_without_any_checkpoint_auto_starts_afresh_and_must_fails(tmp_path: Path) -> None:
     """B92"""
     assert choose(tmp_path / "none", mode="auto", run_id="1234abcd") is None
