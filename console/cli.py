@@ -221,7 +221,7 @@ def _parser() -> argparse.ArgumentParser:
     ledger.add_argument(
         "--sample",
         metavar="ID",
-        help="tell the story of GROUP/SEAT, of a group, of ids that begin so, or of PRODUCER/EPOCH/SEQ",
+        help="tell one story: of GROUP/SEAT, a group, ids that begin so, or PRODUCER/EPOCH/SEQ",
     )
     ledger.set_defaults(run=_ledger)
 
@@ -258,9 +258,7 @@ def _add_quarantine(quarantine: argparse.ArgumentParser) -> None:
 
 def _choose_run_dir(parser: argparse.ArgumentParser) -> None:
     which = parser.add_mutually_exclusive_group()
-    which.add_argument(
-        "--run-dir", type=Path, help="directory of the run; default: the newest below ./runs, also when it is over"
-    )
+    which.add_argument("--run-dir", type=Path, help="directory of the run; default: the newest below ./runs, over or not")
     which.add_argument("--config", type=Path, help="settings file of the run")
 
 
