@@ -53,7 +53,8 @@ async def check(
         await run.carry_out(planned)
         await run.progress()
         await run.finish()
-    outcome = await asyncio.to_thread(outcome_of, run_dir)
+        say(capsys, run.check_books())
+        outcome = await asyncio.to_thread(outcome_of, run_dir)
     say(capsys, outcome.line())
     assert outcome.problems == ()
     assert outcome.num_trained > outcome.num_closed > 0

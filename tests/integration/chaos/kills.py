@@ -17,6 +17,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import BinaryIO
 
+from console.journals import Journals
 from tests.sample_bus.conformance.brokers import Broker
 from tests.sample_bus.conformance.places import Place
 
@@ -104,9 +105,16 @@ class Run:
             await asyncio.sleep(kill.delay_s)
             for victim in kill.victims:
                 await self.kill(victim)
+            self.check_books()
             await asyncio.sleep(kill.down_s)
             for victim in kill.victims:
                 await self.start(victim)
+
+    def check_books(self) -> str:
+        """The identity as `headrace ledger` finds it, at whatever moment. Raises AssertionError if it does not close."""
+        books = Journals.of(self.run_dir).read().books()
+        assert books.closes, f"{books.line()}\n" + "\n".join(books.problems)
+        return books.line()
 
     async def progress(self) -> None:
         """Wait until the trainer has written more into its journal than now."""

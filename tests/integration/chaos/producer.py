@@ -188,7 +188,7 @@ class Producer:
 
 
 async def main(place: Place, run_dir: Path) -> None:
-    async with place.link(rollouts.PRODUCER) as link:
+    async with place.link(rollouts.PRODUCER, spool_dir=run_dir / "spool") as link:
         await link.wait_connected(120)
         resumption = link.resumption
         assert resumption is not None
@@ -208,7 +208,9 @@ async def main(place: Place, run_dir: Path) -> None:
         await link.publish("rollouter", ended)
         with contextlib.closing(journal):
             async for end in link.watch("end", EndOfRun):
-                journal.write(RollouterEnded(at=time.time(), reason=end.reason.value, counts=played.counts().model_dump(mode="json")))
+                journal.write(
+                    RollouterEnded(at=time.time(), reason=end.reason.value, counts=played.counts().model_dump(mode="json"))
+                )
                 return
         raise AssertionError("the bus closed before the run's end was told")
 

@@ -10,7 +10,7 @@ from tests.fakes.samples import make_sample
 
 GROUP_SIZE = 4
 MAX_ATTEMPTS = 2
-FAILURE_SHARE = 0.15
+FAILURE_SHARE = 0.3
 PRODUCER = "rollouter"
 
 
