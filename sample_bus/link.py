@@ -232,6 +232,8 @@ class BusLink:
                 self._outbox.advance(message.received, message.committed, _credit(message))
             case frames.Rejected():
                 self._reject(message)
+            case frames.TopicValue() if self._awaits_welcome and self._welcome is not None:
+                self._welcome.topics.append(message)  # newer than what the welcome brought, and taken with it
             case frames.TopicValue():
                 if message.name not in self._own_topics and message.revision > self._board.revision(message.name):
                     self._take_topic(message)
@@ -265,6 +267,7 @@ class BusLink:
         """Say who we are; nothing is delivered until the trainer has welcomed us and taken the stream up."""
         self._greeting += 1
         self._awaits_welcome = True
+        self._welcome = None
         self._outbox.pause()
         hello = frames.Hello(
             protocol=frames.PROTOCOL,

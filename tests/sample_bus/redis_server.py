@@ -1,4 +1,4 @@
-"""A real redis-server for tests: started on a directory, killed, restarted on what it left, with memory limits, users and TLS."""
+"""A real redis-server for tests: killed and restarted on what it left, with memory limits, users and TLS."""
 
 from __future__ import annotations
 
