@@ -28,6 +28,7 @@ from rollouter.engines import EngineFleet
 from rollouter.errors import RunDirInUse, TrainerFailed
 from rollouter.pipeline import Pipeline
 from rollouter.prompts import Prompts, prepare
+from rollouter.run_in_hand import RunInHand
 from rollouter.scoring import reward_of
 from rollouter.tasks import Row, load_rows
 from sample_bus.errors import BusError, Ended, PeerLost
@@ -145,6 +146,11 @@ class RollouterDaemon:
         self._link: Link | None = None
         self._ended_by = ""
         self._fleet = open_fleet(settings, on_change=self._touch, on_round_result=self._catch_up)
+
+    @property
+    def run_in_hand(self) -> RunInHand | None:
+        """The run that is played now."""
+        return None if self._pipeline is None else self._pipeline.run_in_hand
 
     async def run(self) -> None:
         """Everything from the first greeting to the last engine's end."""

@@ -73,7 +73,7 @@ class Pipeline:
         self._prompts: Prompts | None = None
         self._runner: Runner | None = None
         self._stop_token_ids: tuple[int, ...] = ()
-        self._run: RunInHand | None = None
+        self.run_in_hand: RunInHand | None = None
         self._taken_up = asyncio.Event()
         self._another_run = asyncio.Event()
         self.is_running = False
@@ -140,8 +140,8 @@ class Pipeline:
 
     def close(self, reason: str) -> None:
         """Note the end of this process in the journal. Does nothing the second time."""
-        if self._run is not None:
-            self._run.keeper.close(reason)
+        if self.run_in_hand is not None:
+            self.run_in_hand.keeper.close(reason)
 
     # ── what is told to it ───────────────────────────────────────────────────────────────────────────────────────────
 
@@ -172,7 +172,7 @@ class Pipeline:
     def rebase(self) -> bool:
         """If another trainer took this producer, count from its origin. False when it has another run than the one in hand, or
         another stream of it: nothing counts any more until that is taken up."""
-        resumption, run = self._link.resumption, self._run
+        resumption, run = self._link.resumption, self.run_in_hand
         if resumption is None or run is None:
             return False
         if not run.is_of(resumption):
@@ -198,8 +198,8 @@ class Pipeline:
         """Something that decisions read has changed."""
         self._wakened.set()
         self.board.change()
-        if self._run is not None:
-            self._run.dispatcher.wake()
+        if self.run_in_hand is not None:
+            self.run_in_hand.dispatcher.wake()
 
     def enter(self, phase: RollouterState | None, detail: str) -> None:
         """Name the phase of the daemon; None: the parts speak for themselves."""
@@ -227,7 +227,7 @@ class Pipeline:
         )
 
     def _counts(self) -> RolloutCounts:
-        return RolloutCounts() if self._run is None else self._run.keeper.books.counts()
+        return RolloutCounts() if self.run_in_hand is None else self.run_in_hand.keeper.books.counts()
 
     def _state(self) -> tuple[RollouterState, str]:
         if self._phase is not None:
@@ -241,10 +241,10 @@ class Pipeline:
             return RollouterState.SYNCING, f"from policy version {self._follower.held.policy_version}"
         if self._evaluator is not None and self._evaluator.is_running:
             return RollouterState.EVALUATING, f"policy version {self._follower.held.policy_version}"
-        holding = Hold.NO_TRAINER if self._run is None else self._run.dispatcher.holding
+        holding = Hold.NO_TRAINER if self.run_in_hand is None else self.run_in_hand.dispatcher.holding
         words = "" if holding is None else holding.value
-        if holding is Hold.JOURNAL and self._run is not None:
-            words = f"{words}: {self._run.keeper.problem}"
+        if holding is Hold.JOURNAL and self.run_in_hand is not None:
+            words = f"{words}: {self.run_in_hand.keeper.problem}"
         if in_flight == 0 and holding is not None:
             return RollouterState.AT_LIMIT, words
         return RollouterState.GENERATING, words
@@ -252,8 +252,8 @@ class Pipeline:
     # ── inside ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _announced(self, announced: WeightRound) -> None:
-        if self._run is not None:
-            cancelled = self._run.dispatcher.cancel_hopeless(announced.policy_version, announced.incarnation)
+        if self.run_in_hand is not None:
+            cancelled = self.run_in_hand.dispatcher.cancel_hopeless(announced.policy_version, announced.incarnation)
             if cancelled:
                 log.info("hopeless rollouts cancelled", rollouts=cancelled, policy_version=announced.policy_version)
 
@@ -280,7 +280,7 @@ class Pipeline:
             return True
         if not playing.cancelled() and playing.exception() is not None:
             log.info("rollouts of the run before ended", error=str(playing.exception()))
-        self._run = None
+        self.run_in_hand = None
         run.keeper.close("another run began")
         return False
 
@@ -310,9 +310,10 @@ class Pipeline:
             stop_token_ids=self._stop_token_ids,
             process=self._process,
             rebase=self.rebase,
-            on_change=self.wake,
+            wake=self.wake,
+            on_change=self.board.change,
         )
-        self._run = run
+        self.run_in_hand = run
         self._taken_up.set()
         self.rebase()
         trainer = self._link.get("trainer", TrainerStatus)
@@ -323,10 +324,10 @@ class Pipeline:
 
     async def _watch_rejections(self) -> None:
         async for rejection in self._link.rejections():
-            while self._run is None:
+            while self.run_in_hand is None:
                 self._taken_up.clear()
                 await self._taken_up.wait()
-            self._run.dispatcher.take_rejection(rejection)
+            self.run_in_hand.dispatcher.take_rejection(rejection)
 
     def _check(self, prompts: Prompts) -> None:
         settings = self._settings

@@ -62,10 +62,14 @@ async def take_up(
     stop_token_ids: tuple[int, ...],
     process: str,
     rebase: Callable[[], bool],
+    wake: Callable[[], None],
     on_change: Callable[[], None],
 ) -> RunInHand:
-    """Open the journal of the trainer's run and go on where it stands; waits for a trainer. `rebase` and `process` are as in
-    `Cockpit` and `Dispatcher`. Raises JournalError, DataError, BusError."""
+    """Open the journal of the trainer's run and go on where it stands; waits for a trainer.
+
+    `rebase`, `process` and `on_change` are as in `Cockpit` and `Dispatcher`; `wake` is called when the journal can be written
+    no more, or again. Raises JournalError, DataError, BusError.
+    """
     resumption = await _resumption(link)
     policy = SeatPolicy(
         on_failed_seat=settings.on_failed_seat,
@@ -73,7 +77,7 @@ async def take_up(
         max_attempts=settings.rollouter.max_attempts,
         max_refills=settings.rollouter.max_task_failures,
     )
-    keeper = await asyncio.to_thread(Bookkeeper, settings.run_dir, resumption.run_id, on_change=on_change)
+    keeper = await asyncio.to_thread(Bookkeeper, settings.run_dir, resumption.run_id, on_change=wake)
     try:
         await keeper.take_up(
             link,

@@ -1,6 +1,6 @@
 """A trainer as a process that may be killed: `python -m tests.rollouter.fake_trainer ADDRESS RUN_DIR INCARNATION VERSION`.
 
-Asks for an evaluation, publishes one version, then prints a line for each step of samples that it trained and
+Asks for an evaluation, publishes one version, then prints a line for each step of samples that it trained and committed and
 whose acknowledgement the rollouter has.
 """
 

@@ -1,4 +1,4 @@
-"""A stand-in for the trainer: the real hub with a few lines that lease, acknowledge and publish as the trainer daemon does."""
+"""A stand-in for the trainer: the real hub with a few lines that lease, acknowledge, commit and publish as the trainer does."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from rollouter.codec import Codec
 from rollouter.daemon import RollouterDaemon, UserCode
 from rollouter.engines import EngineFleet
 from rollouter.tasks import Row, load_rows
+from sample_bus.closed_seat import ClosedSeat
 from sample_bus.messages import (
     Accepted,
     Counts,
@@ -26,7 +27,6 @@ from sample_bus.messages import (
     Failed,
     LiveSettingsState,
     Message,
-    RolloutDropped,
     RollouterState,
     RollouterStatus,
     RoundResult,
@@ -36,8 +36,9 @@ from sample_bus.messages import (
     WeightRound,
 )
 from sample_bus.open import open_hub
-from sample_bus.protocols import Hub, Leased
-from sample_bus.sample import Sample
+from sample_bus.position import BusPosition
+from sample_bus.protocols import Hub, Leased, LeasedClosure
+from sample_bus.sample import Sample, SampleId
 from tests.fakes.fake_engine import FakeEngine, FakeTokenizer
 
 DEADLINE_S = 30.0
@@ -75,25 +76,39 @@ def make_settings(run_dir: Path, **changes: Any) -> Settings:
 class StandInTrainer:
     """The trainer's end of one run."""
 
-    def __init__(self, settings: Settings, hub: Hub, *, incarnation: str, origin_version: int = 0) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        hub: Hub,
+        *,
+        incarnation: str,
+        origin_version: int = 0,
+        accounted: int = 0,
+        position: BusPosition | None = None,
+    ) -> None:
         self.hub = hub
         self.settings = settings
         self.incarnation = incarnation
         self.live = LiveSettings(settings)
         self.origin_version = origin_version
         self.policy_version = origin_version
-        self.received = self.trained = 0
+        self.received = self.trained = self.refunded = 0
         self.dropped: dict[str, int] = {}
         self.samples: list[Sample] = []
+        self.closures: list[LeasedClosure] = []
+        """Closed seats that came, unsettled."""
+        self.commits = True
+        """What is settled is final at once, as without checkpoints."""
         self.reports: list[Message] = []
         self.reported = asyncio.Condition()
         self.round: WeightRound | None = None
         self._evaluations: list[EvaluationResult] = []
-        hub.set_origin(origin_version)
+        hub.set_origin(origin_version, accounted)
+        if position is not None:
+            hub.seek(position)
         kinds: Sequence[tuple[str, type[Message]]] = (
             ("round.result", RoundResult),
             ("evaluation.result", EvaluationResult),
-            ("rollout.failed", RolloutDropped),
             ("run.failed", Failed),
         )
         for name, kind in kinds:
@@ -116,7 +131,7 @@ class StandInTrainer:
                 num_steps=self.settings.num_steps,
                 model_dir="/no/model/is/needed",
                 model_dtype="float32",
-                counts=Counts(received=self.received, trained=self.trained, dropped=self.dropped),
+                counts=Counts(received=self.received, trained=self.trained, dropped=self.dropped, refunded=self.refunded),
                 evaluations=tuple(self._evaluations),
             ),
         )
@@ -144,26 +159,52 @@ class StandInTrainer:
             await self.hub.publish("round", self.round)
 
     async def lease(self, count: int) -> list[Leased]:
-        """The next `count` samples, unsettled."""
+        """The next `count` samples, unsettled; closed seats that come before them are put aside."""
+        leased: list[Leased] = []
         async with asyncio.timeout(DEADLINE_S):
-            leased = [await self.hub.lease() for _ in range(count)]
+            while len(leased) < count:
+                item = await self.hub.lease()
+                if isinstance(item, Leased):
+                    leased.append(item)
+                else:
+                    self.closures.append(item)
         self.received += count
         self.samples += [item.sample for item in leased]
         return leased
 
+    async def lease_closures(self, count: int) -> list[ClosedSeat]:
+        """Wait until so many closed seats have been put aside; nothing else may come meanwhile."""
+        async with asyncio.timeout(DEADLINE_S):
+            while len(self.closures) < count:
+                item = await self.hub.lease()
+                assert isinstance(item, LeasedClosure), f"a sample of {item.sample.rollout_id} came, expected closed seats"
+                self.closures.append(item)
+        return [item.closed for item in self.closures]
+
     async def train(self, count: int) -> list[Sample]:
         """The next `count` samples, settled as trained."""
         leased = await self.lease(count)
-        self.hub.acknowledge([item.id for item in leased])
+        self.settle([item.id for item in leased])
         self.trained += count
         return [item.sample for item in leased]
 
     async def drop(self, count: int, reason: str = "stale") -> None:
         """The next `count` samples, settled as dropped."""
-        leased = await self.lease(count)
-        self.hub.acknowledge([item.id for item in leased], dropped=True)
-        self.dropped = {**self.dropped, reason: self.dropped.get(reason, 0) + count}
+        await self.drop_these(await self.lease(count), reason)
+
+    async def drop_these(self, leased: Sequence[Leased | LeasedClosure], reason: str = "group incomplete") -> None:
+        """Settle as dropped: their places are given back."""
+        self.settle([item.id for item in leased], dropped=True)
+        samples = sum(isinstance(item, Leased) for item in leased)
+        self.dropped = {**self.dropped, reason: self.dropped.get(reason, 0) + samples}
+        self.refunded += len(leased)
+        self.closures = [item for item in self.closures if item not in leased]
         await self.say()
+
+    def settle(self, ids: Sequence[SampleId], *, dropped: bool = False) -> None:
+        self.hub.acknowledge(ids, dropped=dropped)
+        if self.commits:
+            self.hub.commit(self.hub.position())
 
     async def change(self, **values: Any) -> int:
         """Change live settings; returns the revision."""
@@ -221,17 +262,26 @@ class StandInTrainer:
 
 @asynccontextmanager
 async def stand_in_trainer(
-    settings: Settings, *, incarnation: str = "first", origin_version: int = 0
+    settings: Settings,
+    *,
+    incarnation: str = "first",
+    origin_version: int = 0,
+    run_id: str = "run-1",
+    accounted: int = 0,
+    position: BusPosition | None = None,
 ) -> AsyncIterator[StandInTrainer]:
     """A trainer that listens; call `begin` to let it speak."""
     async with open_hub(
         settings.bus,
         address=settings.bus.address,
         run="test",
+        run_id=run_id,
         incarnation=incarnation,
         quarantine_dir=settings.run_dir / "quarantine",
     ) as hub:
-        yield StandInTrainer(settings, hub, incarnation=incarnation, origin_version=origin_version)
+        yield StandInTrainer(
+            settings, hub, incarnation=incarnation, origin_version=origin_version, accounted=accounted, position=position
+        )
 
 
 class Running:
@@ -250,6 +300,14 @@ class Running:
         )
         self.task = asyncio.create_task(self.daemon.run())
 
+    async def cut_off(self) -> None:
+        """End it as a death would: nothing is noted of its end."""
+        run = self.daemon.run_in_hand
+        if run is not None:
+            run.keeper.release()
+        self.task.cancel()
+        await asyncio.wait((self.task,), timeout=DEADLINE_S)
+
     async def ended(self) -> None:
         """Wait for its end. Raises what it ended with."""
         async with asyncio.timeout(DEADLINE_S):
@@ -265,7 +323,7 @@ async def running_rollouter(
     reward: str = "agent_loop.rewards:exact_match",
     rows: list[Row] | None = None,
 ) -> AsyncIterator[Running]:
-    """A rollouter daemon, cancelled at the end if it still runs."""
+    """A rollouter daemon, stopped at the end if it still runs."""
     user = UserCode(rows=load_rows("addition") if rows is None else rows, loop=loop or SingleTurn(), reward=load_reward(reward))
     running = Running(settings, engine, user)
     try:

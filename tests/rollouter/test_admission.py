@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 
 from configs.errors import ConfigError
 from rollouter.admission import Admission, Conditions, HeldVersion, Hold
-from rollouter.failures import FailureReason
 from sample_bus.protocols import Resumption
 
 
@@ -21,10 +20,12 @@ def _conditions(**changes: object) -> Conditions:
         "max_concurrent_rollouts": 1000,
         "max_staleness": None,
         "num_samples_needed": None,
+        "num_in_flight": 0,
         "num_unsettled": 0,
         "num_open_seats": 0,
         "samples_per_step": 8,
         "max_queued_samples": 10_000,
+        "journal_blocked": False,
         "evaluating": False,
         "draining": False,
     }
@@ -33,15 +34,15 @@ def _conditions(**changes: object) -> Conditions:
 
 def _admission(*, samples_per_period: int = 8, version: int | None = 0, origin: int = 0, accounted: int = 0) -> Admission:
     admission = Admission(samples_per_period=samples_per_period)
-    admission.rebase(Resumption(origin_version=origin, accounted=accounted, incarnation="a", dropped=0))
+    admission.rebase(Resumption(origin_version=origin, accounted=accounted, incarnation="a"), in_flight=0)
     if version is not None:
         _reach(admission, version, origin=origin)
     return admission
 
 
-def _reach(admission: Admission, version: int, *, origin: int = 0, dropped: int = 0) -> None:
+def _reach(admission: Admission, version: int, *, origin: int = 0, refunded: int = 0) -> None:
     admission.take_held(HeldVersion(incarnation="a", policy_version=version))
-    admission.take_trainer(incarnation="a", origin_version=origin, policy_version=version, num_dropped=dropped)
+    admission.take_trainer(incarnation="a", origin_version=origin, policy_version=version, num_refunded=refunded)
 
 
 def _fill(admission: Admission, conditions: Conditions) -> int:
@@ -56,11 +57,11 @@ def test_nothing_starts_before_weights_and_origin_are_known() -> None:
     """B18"""
     admission = Admission(samples_per_period=8)
     assert admission.hold(_conditions()) is Hold.NO_TRAINER
-    admission.rebase(Resumption(origin_version=0, accounted=0, incarnation="a", dropped=0))
+    admission.rebase(Resumption(origin_version=0, accounted=0, incarnation="a"), in_flight=0)
     assert admission.hold(_conditions()) is Hold.NO_WEIGHTS
     admission.take_held(HeldVersion(incarnation="a", policy_version=0))
     assert admission.hold(_conditions()) is Hold.NO_TRAINER
-    admission.take_trainer(incarnation="a", origin_version=0, policy_version=0, num_dropped=0)
+    admission.take_trainer(incarnation="a", origin_version=0, policy_version=0, num_refunded=0)
     assert admission.hold(_conditions()) is None
 
 
@@ -71,10 +72,8 @@ def test_threshold_zero_waits_for_each_version() -> None:
         _reach(admission, version)
         assert _fill(admission, _conditions()) == 2
         assert admission.hold(_conditions()) is Hold.BUDGET
-        for _ in range(8):
-            admission.offered()
         # The trainer has published the next version, the engines do not hold it yet: still nothing starts.
-        admission.take_trainer(incarnation="a", origin_version=0, policy_version=version + 1, num_dropped=0)
+        admission.take_trainer(incarnation="a", origin_version=0, policy_version=version + 1, num_refunded=0)
         assert admission.hold(_conditions()) is Hold.BUDGET
 
 
@@ -94,38 +93,59 @@ def test_origin_learned_late_holds_from_then_on() -> None:
     admission = _admission(version=None)
     admission.take_held(HeldVersion(incarnation="a", policy_version=5))
     assert admission.hold(_conditions()) is Hold.NO_TRAINER
-    admission.take_trainer(incarnation="a", origin_version=5, policy_version=5, num_dropped=0)
+    admission.take_trainer(incarnation="a", origin_version=5, policy_version=5, num_refunded=0)
     assert _fill(admission, _conditions()) == 2
 
 
-def test_failed_seats_are_replaced_once_they_make_a_group() -> None:
+def test_what_the_trainer_gives_back_is_refunded_once() -> None:
     admission = _admission()
     _fill(admission, _conditions())
     for _ in range(3):
-        admission.failed(FailureReason.TIMEOUT)
-        assert admission.hold(_conditions()) is Hold.BUDGET
-    admission.failed(FailureReason.BAD_GENERATION)
-    assert _fill(admission, _conditions()) == 1
-
-
-def test_what_the_trainer_drops_is_refunded_once() -> None:
-    admission = _admission()
-    _fill(admission, _conditions())
-    for _ in range(8):
-        admission.offered()
-    for _ in range(3):
-        _reach(admission, 0, dropped=4)
-    assert _fill(admission, _conditions()) == 1
-    admission.take_trainer(incarnation="another", origin_version=0, policy_version=0, num_dropped=100)
+        _reach(admission, 0, refunded=3)
     assert admission.hold(_conditions()) is Hold.BUDGET
+    for _ in range(3):
+        _reach(admission, 0, refunded=4)
+    assert _fill(admission, _conditions()) == 1
+    admission.take_trainer(incarnation="another", origin_version=0, policy_version=0, num_refunded=100)
+    assert admission.hold(_conditions()) is Hold.BUDGET
+
+
+def test_record_that_the_new_trainer_counted_before_it_was_known_here_counts_once() -> None:
+    """The stream held it when the trainer took the producer, its offer returned only afterwards."""
+    admission = _admission()
+    _fill(admission, _conditions())
+    taken = Resumption(origin_version=0, accounted=5, incarnation="b", dropped=2, next_seq=7)
+    admission.rebase(taken, in_flight=4)
+    admission.stored(6)
+    admission.stored(7)
+    assert admission.outstanding == 8
+    admission.take_held(HeldVersion(incarnation="b", policy_version=0))
+    admission.take_trainer(incarnation="b", origin_version=0, policy_version=0, num_refunded=2)
+    assert admission.outstanding == 8
+    admission.take_trainer(incarnation="b", origin_version=0, policy_version=0, num_refunded=6)
+    assert _fill(admission, _conditions()) == 1
+
+
+def test_nothing_starts_while_the_journal_cannot_be_written() -> None:
+    admission = _admission()
+    assert admission.hold(_conditions(journal_blocked=True)) is Hold.JOURNAL
+    assert admission.hold(_conditions()) is None
+
+
+def test_nothing_starts_once_the_trainer_has_another_run() -> None:
+    admission = _admission()
+    admission.forget()
+    assert admission.hold(_conditions()) is Hold.NO_TRAINER
+    admission.take_trainer(incarnation="a", origin_version=0, policy_version=0, num_refunded=0)
+    assert admission.hold(_conditions()) is Hold.NO_TRAINER
 
 
 def test_versions_of_another_trainer_open_nothing() -> None:
     admission = _admission(version=7, origin=0)
-    admission.rebase(Resumption(origin_version=3, accounted=0, incarnation="b", dropped=0))
+    admission.rebase(Resumption(origin_version=3, accounted=0, incarnation="b"), in_flight=0)
     assert admission.hold(_conditions()) is Hold.NO_WEIGHTS
     admission.take_held(HeldVersion(incarnation="b", policy_version=3))
-    admission.take_trainer(incarnation="b", origin_version=3, policy_version=3, num_dropped=0)
+    admission.take_trainer(incarnation="b", origin_version=3, policy_version=3, num_refunded=0)
     assert _fill(admission, _conditions()) == 2
 
 
@@ -135,7 +155,7 @@ def test_evaluation_goes_first() -> None:
 
 def test_versions_that_could_only_bring_stale_samples_start_nothing() -> None:
     admission = _admission(version=2)
-    admission.take_trainer(incarnation="a", origin_version=0, policy_version=4, num_dropped=0)
+    admission.take_trainer(incarnation="a", origin_version=0, policy_version=4, num_refunded=0)
     assert admission.hold(_conditions(max_staleness=1)) is Hold.TOO_OLD
     assert admission.hold(_conditions(max_staleness=2)) is None
 
@@ -146,7 +166,7 @@ def test_no_more_is_started_than_the_run_needs() -> None:
     conditions = _conditions(staleness_threshold=100, num_samples_needed=24)
     assert _fill(admission, conditions) == 6
     assert admission.hold(conditions) is Hold.ENOUGH
-    _reach(admission, 0, dropped=4)
+    _reach(admission, 0, refunded=4)
     assert _fill(admission, conditions) == 1
 
 
@@ -159,24 +179,10 @@ def test_group_larger_than_the_limit_is_an_error_at_once() -> None:
 def test_limit_lowered_and_raised_live_holds_from_the_next_admission() -> None:
     """B28"""
     admission = _admission(samples_per_period=100)
-    assert _fill(admission, _conditions(max_concurrent_rollouts=16)) == 4
-    assert admission.hold(_conditions(max_concurrent_rollouts=4)) is Hold.CONCURRENCY
-    for _ in range(12):
-        admission.offered()
-        assert admission.hold(_conditions(max_concurrent_rollouts=4)) is Hold.CONCURRENCY
-    assert _fill(admission, _conditions(max_concurrent_rollouts=8)) == 1
-    for _ in range(4):
-        admission.offered()
-    assert _fill(admission, _conditions(max_concurrent_rollouts=16)) == 3
-    assert admission.in_flight == 16
-
-
-def test_counts_start_from_what_the_trainer_accounts_for() -> None:
-    admission = Admission(samples_per_period=8)
-    admission.rebase(Resumption(origin_version=0, accounted=6, incarnation="a", dropped=2))
-    counts = admission.counts()
-    assert (counts.admitted, counts.offered, counts.in_flight) == (8, 8, 0)
-    assert admission.outstanding == 6
+    assert admission.hold(_conditions(max_concurrent_rollouts=16, num_in_flight=12)) is None
+    assert admission.hold(_conditions(max_concurrent_rollouts=4, num_in_flight=16)) is Hold.CONCURRENCY
+    assert admission.hold(_conditions(max_concurrent_rollouts=4, num_in_flight=4)) is Hold.CONCURRENCY
+    assert admission.hold(_conditions(max_concurrent_rollouts=8, num_in_flight=4)) is None
 
 
 @given(
@@ -229,8 +235,7 @@ def test_bus_never_fills_with_groups_that_lack_a_seat(
 EVENTS = st.lists(
     st.one_of(
         st.tuples(st.just("admit"), st.just(0)),
-        st.tuples(st.just("offer"), st.just(0)),
-        st.tuples(st.just("fail"), st.sampled_from(range(len(FailureReason)))),
+        st.tuples(st.just("bring"), st.just(0)),
         st.tuples(st.just("publish"), st.just(0)),
         st.tuples(st.just("commit"), st.just(0)),
         st.tuples(st.just("train"), st.integers(1, 20)),
@@ -247,24 +252,28 @@ EVENTS = st.lists(
 def test_budget_is_never_exceeded_under_any_order_of_events(
     events: list[tuple[str, int]], group_size: int, groups_per_period: int, origin: int
 ) -> None:
-    """B29: the model keeps its own account of every rollout; at each admission what is alive stays within the formula."""
+    """B29: the model keeps its own account of every rollout; at each admission what is alive stays within the formula, over
+    restarts of the trainer from any checkpoint."""
     period = group_size * groups_per_period
     admission = Admission(samples_per_period=period)
     incarnation, published, held = 0, origin, origin
     threshold, concurrency = Fraction(1, 2), 3 * group_size
-    in_flight = queued = trained = dropped = 0
+    in_flight = queued = trained = refunded = 0
 
     def tell() -> None:
         admission.take_trainer(
-            incarnation=str(incarnation), origin_version=origin, policy_version=published, num_dropped=dropped
+            incarnation=str(incarnation), origin_version=origin, policy_version=published, num_refunded=refunded
         )
 
-    admission.rebase(Resumption(origin_version=origin, accounted=0, incarnation="0", dropped=0))
+    admission.rebase(Resumption(origin_version=origin, accounted=0, incarnation="0"), in_flight=0)
     admission.take_held(HeldVersion(incarnation="0", policy_version=held))
     tell()
     for event, value in events:
         conditions = _conditions(
-            group_size=group_size, staleness_threshold=float(threshold), max_concurrent_rollouts=concurrency
+            group_size=group_size,
+            staleness_threshold=float(threshold),
+            max_concurrent_rollouts=concurrency,
+            num_in_flight=in_flight,
         )
         match event:
             case "admit":
@@ -277,12 +286,8 @@ def test_budget_is_never_exceeded_under_any_order_of_events(
                 elif admission.hold(conditions) is Hold.BUDGET:
                     alive = in_flight + queued + trained
                     assert alive + group_size > (held - origin + 1 + threshold) * period
-            case "offer" if in_flight:
-                admission.offered()
+            case "bring" if in_flight:
                 in_flight, queued = in_flight - 1, queued + 1
-            case "fail" if in_flight:
-                admission.failed(list(FailureReason)[value])
-                in_flight -= 1
             case "publish":
                 published += 1
                 tell()
@@ -294,7 +299,7 @@ def test_budget_is_never_exceeded_under_any_order_of_events(
                 queued, trained = queued - moved, trained + moved
             case "drop":
                 moved = min(value, queued)
-                queued, dropped = queued - moved, dropped + moved
+                queued, refunded = queued - moved, refunded + moved
                 tell()
             case "threshold":
                 threshold = Fraction(value, 10)
@@ -303,14 +308,13 @@ def test_budget_is_never_exceeded_under_any_order_of_events(
             case "restart":
                 incarnation, origin = incarnation + 1, max(0, published - value)
                 published = held = origin
-                queued = trained = dropped = 0
-                admission.rebase(Resumption(origin_version=origin, accounted=0, incarnation=str(incarnation), dropped=0))
+                lost = min(value, trained)  # trained since the checkpoint: they come again
+                queued, trained, refunded = queued + lost, 0, 0
+                resumption = Resumption(origin_version=origin, accounted=queued, incarnation=str(incarnation))
+                admission.rebase(resumption, in_flight=in_flight)
                 assert admission.hold(conditions) is Hold.NO_WEIGHTS
                 admission.take_held(HeldVersion(incarnation=str(incarnation), policy_version=held))
                 tell()
             case _:
                 pass
-        counts = admission.counts()
-        assert counts.in_flight == admission.in_flight == in_flight
-        assert counts.admitted == counts.offered + sum(counts.failed.values()) + counts.in_flight
         assert admission.outstanding == in_flight + queued + trained

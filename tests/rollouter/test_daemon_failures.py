@@ -15,7 +15,7 @@ from rollouter.errors import TooManyFailures
 from sample_bus.messages import (
     EvaluationResult,
     Failed,
-    RolloutDropped,
+    RollouterState,
 )
 from tests.fakes.fake_engine import Call, generation_of
 from tests.rollouter.stand_in import at_limit, engine_of, make_settings, running_rollouter, stand_in_trainer
@@ -80,9 +80,9 @@ async def test_sample_without_real_logprobs_is_never_offered(tmp_path: Path, bro
     ):
         await trainer.begin()
         await trainer.publish(0)
-        (lost,) = await trainer.wait_report(RolloutDropped)
-        assert lost.reason == "bad generation"
         samples = await trainer.train(7)
+        (lost,) = await trainer.lease_closures(1)
+        assert (lost.reason, lost.attempt) == ("bad generation", 1)
         assert all(np.isfinite(sample.behavior_logprobs).all() for sample in samples)
         assert lost.seat not in [s.seat for s in samples if s.group_id == lost.group_id]
         status = await trainer.wait_status(lambda status: status.counts.offered == 7)
@@ -91,7 +91,7 @@ async def test_sample_without_real_logprobs_is_never_offered(tmp_path: Path, bro
 
 
 async def test_lost_group_is_replaced_so_that_a_synchronous_step_can_fill(tmp_path: Path) -> None:
-    """B12: a seat that fails for good takes its group with it; a whole new one comes, though no version has."""
+    """B12, B168: what the trainer gives back of a group that it drops comes again as a whole new one, though no version has."""
     settings = make_settings(tmp_path, rollouter__max_attempts=1)
     failed: list[str] = []
 
@@ -103,13 +103,13 @@ async def test_lost_group_is_replaced_so_that_a_synchronous_step_can_fill(tmp_pa
     async with stand_in_trainer(settings) as trainer, running_rollouter(settings, engine_of(trainer, before_reply=fail_one)):
         await trainer.begin()
         await trainer.publish(0)
-        (lost,) = await trainer.wait_report(RolloutDropped)
         leased = await trainer.lease(7)
+        (lost,) = await trainer.lease_closures(1)
         siblings = [item for item in leased if item.sample.group_id == lost.group_id]
         assert len(siblings) == 3
-        trainer.hub.acknowledge([item.id for item in siblings], dropped=True)
-        trainer.dropped = {"group incomplete": 3}
-        await trainer.say()
+        status = await trainer.wait_status(lambda status: status.state is RollouterState.AT_LIMIT)
+        assert (status.counts.admitted, status.counts.offered) == (8, 7)  # its failure by itself gave nothing back
+        await trainer.drop_these([*siblings, *trainer.closures])
         replacement = await trainer.lease(4)
         assert len({item.sample.group_id for item in replacement}) == 1
         await at_limit(trainer, 11)
@@ -127,9 +127,9 @@ async def test_hanging_rollouts_end_at_their_deadline_and_the_log_says_what_they
             async with running_rollouter(settings, engine_of(trainer, before_reply=hang)):
                 await trainer.begin()
                 await trainer.publish(0)
-                lost = await trainer.wait_report(RolloutDropped, 2)
-                assert [(report.seat, report.reason) for report in lost] == [(1, "timeout")] * 2
                 await trainer.train(6)
+                lost = await trainer.lease_closures(2)
+                assert [(closed.seat, closed.reason, closed.attempt) for closed in lost] == [(1, "timeout", 1)] * 2
         words = [entry["error"] for entry in logs if entry["event"] == "rollout attempt failed"]
         assert len(words) == 4
         assert all("gave up after 0.3 s while turn 1 was played" in text for text in words)

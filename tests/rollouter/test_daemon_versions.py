@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 from sample_bus.messages import (
     EvaluationResult,
     Failed,
-    RolloutDropped,
     RollouterState,
     RoundResult,
 )
@@ -125,15 +125,18 @@ async def test_rollouts_that_cannot_arrive_in_time_are_cancelled_at_once(tmp_pat
             await trainer.train(8)
             await trainer.wait_status(lambda status: status.counts.in_flight == 8)
             await trainer.publish(1)
-            lost = await trainer.wait_report(RolloutDropped, 8)
-            assert {report.reason for report in lost} == {"stale"}
+            lost = await trainer.lease_closures(8)
+            assert {closed.reason for closed in lost} <= {"stale", "siblings failed"}
+            assert {closed.group_id for closed in lost if closed.reason == "stale"} == {closed.group_id for closed in lost}
+            await trainer.drop_these(trainer.closures)
             gate.set()
             samples = await trainer.train(16)
             assert {sample.oldest_version for sample in samples} == {1}
 
 
 async def test_another_trainer_is_counted_from_its_origin(tmp_path: Path) -> None:
-    """B17, B29: the engines return to its version before they serve, and half-arrived groups are given up."""
+    """B17, B29: the engines return to its version before they serve, what the one before had not settled comes again, and
+    groups of which some seats are still in flight are played to their end."""
     settings = make_settings(tmp_path, bus__on_lost="wait", staleness_threshold=1.0)
     gate = asyncio.Event()
     engine = FakeEngine()
@@ -146,17 +149,23 @@ async def test_another_trainer_is_counted_from_its_origin(tmp_path: Path) -> Non
             engine.on_stage, engine.before_reply = trainer.staged, hold_seat_three
             await trainer.begin()
             await trainer.publish(7)
-            await trainer.lease(12)
+            before = {item.id for item in await trainer.lease(12)}
             await trainer.wait_status(lambda status: status.counts.in_flight == 4)
         async with stand_in_trainer(settings, incarnation="second", origin_version=5) as trainer:
             engine.on_stage = trainer.staged
             await trainer.begin()
-            lost = await trainer.wait_report(RolloutDropped, 4)
-            assert {report.reason for report in lost} == {"siblings lost"}
+            again = await trainer.lease(12)
+            assert {item.id for item in again} == before
             await trainer.publish(5)
-            samples = await trainer.train(16)
-            assert {(sample.incarnation, sample.oldest_version) for sample in samples} == {("second", 5)}
+            await trainer.wait_status(lambda status: status.policy_version == 5)
+            gate.set()
+            last = await trainer.lease(4)
+            groups = Counter(item.sample.group_id for item in (*again, *last))
+            assert sorted(groups.values()) == [4, 4, 4, 4]
+            trainer.settle([item.id for item in (*again, *last)])
+            await trainer.publish(6)
+            samples = await trainer.train(8)
+            assert {(sample.incarnation, sample.oldest_version) for sample in samples} == {("second", 6)}
             status = await trainer.wait_status(lambda status: status.state is RollouterState.AT_LIMIT)
-            assert (status.counts.admitted, status.counts.offered) == (20, 16)
-            assert status.counts.failed == {"siblings lost": 4}
-            assert engine.synced == [("first", 7), ("second", 5)]
+            assert (status.counts.admitted, status.counts.offered, status.counts.failed) == (24, 24, {})
+            assert engine.synced == [("first", 7), ("second", 5), ("second", 6)]

@@ -6,7 +6,7 @@ import pytest
 
 from agent_loop.errors import BadGeneration, EngineUnavailable, LoopError, NoRoom, RequestRefused, RewardError
 from rollouter.errors import TooManyFailures
-from rollouter.failures import FailureReason, FailureStreak, reason_of
+from rollouter.failures import NO_FAULT, FailureReason, FailureStreak, reason_of
 from sample_bus.errors import SampleTooLarge, WireError
 
 
@@ -53,6 +53,6 @@ def test_burst_then_success_recovers() -> None:
 
 def test_what_was_no_fault_does_not_count() -> None:
     streak = FailureStreak(limit=1)
-    streak.failed("r1", FailureReason.STALE, "")
-    streak.failed("r2", FailureReason.SIBLINGS_LOST, "")
+    for reason in NO_FAULT:
+        streak.failed("r1", reason, "")
     assert streak.length == 0
