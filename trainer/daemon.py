@@ -112,14 +112,17 @@ async def run(settings: Settings) -> None:
 
 
 async def _until_over(daemon: TrainerDaemon, stop: asyncio.Event) -> None:
+    """Until the daemon has ended by itself, or was told to at once; afterwards nothing of it runs."""
     work = asyncio.ensure_future(daemon.run())
     stopping = asyncio.ensure_future(stop.wait())
-    await asyncio.wait((work, stopping), return_when=asyncio.FIRST_COMPLETED)
-    stopping.cancel()
-    if not work.done():
-        log.warning("stopping at once")
-        work.cancel()
-        await asyncio.wait((work,))
+    try:
+        await asyncio.wait((work, stopping), return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        stopping.cancel()
+        if not work.done():
+            log.warning("stopping at once")
+            work.cancel()
+            await asyncio.wait((work,))
     if not work.cancelled():
         work.result()
 
