@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import secrets
 import socket
+import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -92,14 +93,14 @@ class RunLock:
         self._me = this_process()
         self._value = self._me.packed()
 
-    def acquire(self, wire: Wire) -> None:
-        """Take the lock; waits, at most until it expires, for a holder that is gone but cannot be looked at.
+    def acquire(self, wire: Wire, given_up: threading.Event) -> None:
+        """Take the lock; waits, at most until it expires, for a holder that is gone but cannot be looked at, or until `given_up`.
 
         Raises AddressInUse, what is in `redis_wire.GONE`, redis.ResponseError.
         """
         give_up_at = time.monotonic() + 2 * self._expires_ms / 1000
         last_ms = self._expires_ms + 1
-        while not self._set_new(wire):
+        while not self._set_new(wire) and not given_up.is_set():
             value, left_ms = wire.calls([("GET", self._keys.lock), ("PTTL", self._keys.lock)])
             if value is None:
                 continue
@@ -112,7 +113,7 @@ class RunLock:
                 raise self._taken(holder)
             log.info("waiting for an earlier trainer's lock to expire", holder=str(holder), left_s=round(left_ms / 1000, 1))
             last_ms = left_ms
-            time.sleep(_LOOK_AGAIN_S)
+            given_up.wait(_LOOK_AGAIN_S)
 
     def renew(self, wire: Wire) -> None:
         """Put off its expiry; take it again if the server lost it. Raises AddressInUse if another has it; GONE."""

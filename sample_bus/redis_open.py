@@ -40,6 +40,28 @@ def broker_at(bus: BusSettings, address: str) -> Broker:
     return broker_of(bus, parsed)
 
 
+async def check_credentials(broker: Broker) -> None:
+    """Raises Insecure if the server is there and refuses them."""
+    await asyncio.to_thread(_check_credentials, broker)
+
+
+def _check_credentials(broker: Broker) -> None:
+    try:
+        wire = Wire(broker, patience_s=broker.patience_s)
+        try:
+            wire.call("PING")
+        finally:
+            wire.close()
+    except redis.AuthenticationError as error:
+        raise _refused(broker, error) from None
+    except (redis.RedisError, OSError) as error:
+        log.debug("redis is not there yet", server=str(broker), error=str(error))
+
+
+def _refused(broker: Broker, error: redis.AuthenticationError) -> Insecure:
+    return Insecure(f"{broker} does not take the credentials (bus.redis_username, bus.redis_password_file): {error}")
+
+
 async def prepare_hub(bus: BusSettings, broker: Broker) -> RunLock:
     """Wait for the server, see that it keeps samples, and take the run's lock.
 
@@ -47,9 +69,8 @@ async def prepare_hub(bus: BusSettings, broker: Broker) -> RunLock:
     """
     lock = RunLock(RunKeys(broker.address.run), server=broker.address.server, expires_s=bus.heartbeat_timeout_s)
     given_up = threading.Event()
-    task = asyncio.create_task(asyncio.to_thread(_prepare, bus, broker, lock, given_up), name="redis preparation")
     try:
-        await asyncio.shield(task)
+        await asyncio.to_thread(_prepare, bus, broker, lock, given_up)
     except asyncio.CancelledError:
         given_up.set()
         raise
@@ -64,7 +85,7 @@ def _prepare(bus: BusSettings, broker: Broker, lock: RunLock, given_up: threadin
             _try_to_prepare(bus, broker, lock, given_up)
             return
         except redis.AuthenticationError as error:
-            raise Insecure(f"{broker} does not take the credentials: {error}") from None
+            raise _refused(broker, error) from None
         except redis.ResponseError as error:
             raise BusError(f"{broker} cannot carry the bus: {error}") from None
         except GONE as error:
@@ -81,7 +102,7 @@ def _try_to_prepare(bus: BusSettings, broker: Broker, lock: RunLock, given_up: t
     wire = Wire(broker, patience_s=broker.patience_s)
     try:
         redis_durability.check(wire, server=broker.address.server, allow_volatile=bus.redis_allow_volatile)
-        lock.acquire(wire)
+        lock.acquire(wire, given_up)
         if given_up.is_set():
             lock.release(wire)
     finally:

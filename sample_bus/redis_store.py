@@ -86,7 +86,7 @@ class StoreThread:
             self._disconnect()
 
     def _is_done(self) -> bool:
-        return self._stop_at is not None and (time.monotonic() >= self._stop_at or not self._has_work)
+        return self._stop_at is not None and (time.monotonic() >= self._stop_at or not (self._todo or self._copies.has_waiting))
 
     @property
     def _has_work(self) -> bool:
