@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from configs.schema import BusSettings
+    from console.run_dirs import LiveRun
 
 _TIMEOUT_S = 5.0
 
@@ -46,7 +46,7 @@ def _status(arguments: argparse.Namespace) -> int:
 
     return _with_run(
         arguments,
-        lambda bus, address: status(bus, address, as_json=arguments.json, timeout_s=arguments.timeout_s),
+        lambda run: status(run, as_json=arguments.json, timeout_s=arguments.timeout_s),
         name="status",
     )
 
@@ -61,9 +61,9 @@ def _set(arguments: argparse.Namespace) -> int:
         return _refuse("set", error, 2)
     return _with_run(
         arguments,
-        lambda bus, address: change(
-            bus,
-            address,
+        lambda run: change(
+            run.bus,
+            run.address,
             arguments.assignments,
             author=arguments.author,
             expected_revision=arguments.expect,
@@ -130,8 +130,8 @@ def _new_keys(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _with_run(arguments: argparse.Namespace, command: Callable[[BusSettings, str], int], *, name: str) -> int:
-    """Run a command that speaks with a run, with the settings and the address of its bus."""
+def _with_run(arguments: argparse.Namespace, command: Callable[[LiveRun], int], *, name: str) -> int:
+    """Run a command that speaks with a run."""
     from configs.errors import ConfigError
     from configs.logs import set_up
     from configs.schema import LoggingSettings
@@ -140,7 +140,7 @@ def _with_run(arguments: argparse.Namespace, command: Callable[[BusSettings, str
 
     set_up(LoggingSettings(level="error"), daemon="headrace")
     try:
-        return command(*_bus(arguments))
+        return command(_live_run(arguments))
     except ConfigError as error:
         return _refuse(name, error, 2)
     except (ConsoleError, BusError) as error:
@@ -168,19 +168,24 @@ def _in_run_dir(arguments: argparse.Namespace, command: Callable[[Path], int], *
         return _refuse(name, error, 1)
 
 
-def _bus(arguments: argparse.Namespace) -> tuple[BusSettings, str]:
+def _live_run(arguments: argparse.Namespace) -> LiveRun:
     from configs.errors import ConfigError
     from configs.loader import load
-    from console.run_dirs import address_for, bus_at, bus_of, newest_live
+    from configs.paths import bus_address
+    from console.run_dirs import LiveRun, bus_at, bus_of, live_of, newest_live
 
     if arguments.keys_dir and not arguments.address:
         raise ConfigError("--keys-dir goes with --address only: a run's own settings say where its keys lie")
     if arguments.address:
-        return bus_at(arguments.address, keys_dir=arguments.keys_dir)
+        return LiveRun(*bus_at(arguments.address, keys_dir=arguments.keys_dir), None)
     if arguments.config and not arguments.run_dir:
         settings = load(arguments.config)
-        return settings.bus, address_for(settings)
-    return bus_of(arguments.run_dir or newest_live())
+        run_dir = live_of(settings)
+        if run_dir is None:
+            return LiveRun(settings.bus, bus_address(settings), None)
+    else:
+        run_dir = arguments.run_dir or newest_live()
+    return LiveRun(*bus_of(run_dir), run_dir)
 
 
 def _refuse(name: str, error: Exception, exit_code: int) -> int:

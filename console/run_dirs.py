@@ -10,6 +10,7 @@ import socket
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import NamedTuple
 from urllib.parse import urlsplit
 
 from configs.command import SETTINGS_FILE
@@ -24,6 +25,15 @@ RUN_ID_FILE = "run_id"
 """Written by the trainer: names the run over restarts."""
 _CONNECT_TIMEOUT_S = 1.0
 _LOCK_FILE = ".up.lock"
+
+
+class LiveRun(NamedTuple):
+    """How to speak with a run."""
+
+    bus: BusSettings
+    address: str
+    run_dir: Path | None
+    """None when only the address is known."""
 
 
 def claim(settings: Settings, *, is_explicit: bool) -> Path:
@@ -82,8 +92,14 @@ def bus_at(address: str, *, keys_dir: Path | None = None) -> tuple[BusSettings, 
 
 def address_for(settings: Settings) -> str:
     """Bus address of the newest live run that was started with these settings, or where it would be."""
+    live = live_of(settings)
+    return address_of(live) if live is not None else bus_address(settings)
+
+
+def live_of(settings: Settings) -> Path | None:
+    """The newest run that goes on and was started with these settings."""
     run_dirs = [path for path in _siblings(settings.run_dir) if _goes_on(path)]
-    return address_of(max(run_dirs, key=_changed_at)) if run_dirs else bus_address(settings)
+    return max(run_dirs, key=_changed_at) if run_dirs else None
 
 
 def newest_live(root: Path = RUNS) -> Path:

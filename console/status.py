@@ -5,15 +5,19 @@ from __future__ import annotations
 import asyncio
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import orjson
 
-from configs.schema import BusSettings
+from console.errors import NoRun
 from console.follow import attached
+from console.journals import Journals
+from console.run_dirs import LiveRun
 from console.words import awaited, duration, engine_text, evaluation_text, number, shares_text
-from sample_bus.ledger import Ledger
+from sample_bus.ledger import Ledger, by_reason
 from sample_bus.messages import (
+    Counts,
     EndOfRun,
     LiveSettingsState,
     RollouterStatus,
@@ -26,9 +30,9 @@ from sample_bus.protocols import Control
 _RECENT_CHANGES = 5
 
 
-def status(bus: BusSettings, address: str, *, as_json: bool, timeout_s: float) -> int:
-    """Print the state of the run at `address`. Raises NobodyAnswers."""
-    state = asyncio.run(_ask(bus, address, timeout_s))
+def status(run: LiveRun, *, as_json: bool, timeout_s: float) -> int:
+    """Print the state of the run. Raises NobodyAnswers."""
+    state = asyncio.run(_ask(run, timeout_s))
     if as_json:
         sys.stdout.write(orjson.dumps(state_as_json(state), option=orjson.OPT_INDENT_2).decode() + "\n")
     else:
@@ -37,10 +41,12 @@ def status(bus: BusSettings, address: str, *, as_json: bool, timeout_s: float) -
 
 
 class State:
-    """The retained topics of one run at one moment."""
+    """The retained topics of one run at one moment, and the size of its spool."""
 
-    def __init__(self, address: str, control: Control) -> None:
+    def __init__(self, address: str, control: Control, *, spool_bytes: int | None = None) -> None:
+        """`spool_bytes`: None when the copies of what is not committed lie elsewhere."""
         self.address = address
+        self.spool_bytes = spool_bytes
         self.trainer = control.get("trainer", TrainerStatus)
         self.rollouter = control.get("rollouter", RollouterStatus)
         self.live = control.get("settings", LiveSettingsState)
@@ -67,6 +73,7 @@ def state_as_json(state: State) -> dict[str, Any]:
         "address": state.address,
         **{name: value.model_dump(mode="json") if value is not None else None for name, value in topics.items()},
         "ledger": {"line": ledger.line(), "closes": ledger.closes} if ledger is not None else None,
+        "spool_bytes": state.spool_bytes,
         "awaited": awaited(state.trainer, state.rollouter),
     }
 
@@ -105,12 +112,21 @@ def _trainer_rows(state: State, now: float) -> list[tuple[str, str]]:
     if shares_text(trainer.shares):
         rows.append(("trainer's time", shares_text(trainer.shares)))
     rows += [("held-out", evaluation_text(result)) for result in trainer.evaluations[-2:]]
-    counts = trainer.counts
-    dropped = sum(counts.dropped.values())
-    reasons = f" ({', '.join(f'{reason} {count}' for reason, count in counts.dropped.items())})" if dropped else ""
-    rows.append(
-        ("samples", f"received {counts.received}, trained {counts.trained}, dropped {dropped}{reasons}, queued {counts.queued}")
-    )
+    return [*rows, *_sample_rows(trainer.counts)]
+
+
+def _sample_rows(counts: Counts) -> list[tuple[str, str]]:
+    dropped = by_reason(counts.dropped, "dropped")
+    rows = [("samples", f"received {counts.received}, trained {counts.trained}, {dropped}, queued {counts.queued}")]
+    rare = {
+        "closed seats": counts.closed,
+        "given back to admission": counts.refunded,
+        "late results": counts.late_results,
+        "came again and refused": counts.duplicates,
+        "rejected": counts.rejected,
+    }
+    if any(rare.values()):
+        rows.append(("beside them", ", ".join(f"{what} {count}" for what, count in rare.items() if count)))
     return rows
 
 
@@ -120,16 +136,18 @@ def _rollouter_rows(state: State) -> list[tuple[str, str]]:
         return [("rollouter", "not connected")]
     counts = rollouter.counts
     version = "none" if rollouter.policy_version is None else str(rollouter.policy_version)
-    failed = sum(counts.failed.values())
+    failed = f"{by_reason(counts.failed, 'failed')}, retried {counts.retried}"
     gone = "" if state.trainer is None or state.trainer.rollouter is not None else "not connected; last said: "
     rows = [
         ("rollouter", f"{gone}{rollouter.state}, serving version {version}, settings revision {rollouter.settings_revision}"),
-        (
-            "rollouts",
-            f"admitted {counts.admitted}, in flight {counts.in_flight}, offered {counts.offered}, failed {failed}",
-        ),
+        ("rollouts", f"admitted {counts.admitted}, in flight {counts.in_flight}, offered {counts.offered}, {failed}"),
         ("generation", f"{number(rollouter.generated_tokens_per_s)} tokens/s, {rollouter.generated_tokens:,} tokens so far"),
     ]
+    rare = {"late results refused": counts.late_results, "tasks in quarantine": counts.quarantined_tasks}
+    if any(rare.values()):
+        rows.append(("", ", ".join(f"{what} {count}" for what, count in rare.items() if count)))
+    if state.spool_bytes is not None:
+        rows.append(("spool", f"{state.spool_bytes:,} bytes of records until a checkpoint covers them"))
     rows += [(engine.name, engine_text(engine)) for engine in rollouter.engines]
     ledger = state.ledger()
     if ledger is not None:
@@ -153,6 +171,15 @@ def _change_text(change: SettingChange, now: float) -> str:
     return f"{change.key}: {change.old} → {change.new} by {change.author}, {age} ago, from the {change.scope}"
 
 
-async def _ask(bus: BusSettings, address: str, timeout_s: float) -> State:
-    async with attached(bus, address, timeout_s=timeout_s) as link:
-        return State(address, link)
+async def _ask(run: LiveRun, timeout_s: float) -> State:
+    async with attached(run.bus, run.address, timeout_s=timeout_s) as link:
+        return State(run.address, link, spool_bytes=_spool_bytes(run.run_dir))
+
+
+def _spool_bytes(run_dir: Path | None) -> int | None:
+    if run_dir is None:
+        return None
+    try:
+        return Journals.of(run_dir).spool_bytes()
+    except NoRun:
+        return None

@@ -6,8 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from console.ledger import books_line
 from console.picture import Picture
 from console.words import duration, evaluation_text, number, shares_text
+from sample_bus.errors import JournalError
 from sample_bus.ledger import Ledger
 
 
@@ -29,13 +31,19 @@ class Files:
 
 def summary(picture: Picture, files: Files, *, headline: str, now: float) -> str:
     """What the run did; a few aligned lines."""
-    rows = [*_learning(picture), *_books(picture), ("wall time", _phases(picture, now)), *_files(files)]
+    rows = [
+        *_learning(picture),
+        *_books(picture),
+        *_ledger(picture, files.run_dir),
+        ("wall time", _phases(picture, now)),
+        *_files(files),
+    ]
     width = max(len(label) for label, _ in rows) + 2
     return "\n".join([headline, *(f"  {label:<{width}}{text}" for label, text in rows)])
 
 
 def ledger_line(picture: Picture) -> str | None:
-    """The ledger of the whole run; None while a side has not spoken."""
+    """The ledger by what the daemons said last; None while a side has not spoken."""
     if picture.trainer is None or picture.rollouter is None:
         return None
     return Ledger(rollouts=picture.rollouter.counts, samples=picture.trainer.counts).line()
@@ -73,10 +81,17 @@ def _books(picture: Picture) -> list[tuple[str, str]]:
         rows.append(("staleness", f"mean {picture.mean_staleness:.2f}, max {picture.max_staleness}"))
     if picture.trainer is not None and shares_text(picture.trainer.shares):
         rows.append(("trainer's time", shares_text(picture.trainer.shares)))
-    ledger = ledger_line(picture)
-    if ledger is not None:
-        rows.append(("ledger", ledger))
     return rows
+
+
+def _ledger(picture: Picture, run_dir: Path) -> list[tuple[str, str]]:
+    """From the journals, which know of restarts; from what the daemons said last, if there are none."""
+    try:
+        line = books_line(run_dir)
+    except JournalError as error:
+        line = f"the journals cannot be read: {error}"
+    line = line or ledger_line(picture)
+    return [("ledger" if number == 0 else "", text) for number, text in enumerate((line or "").splitlines())]
 
 
 def _phases(picture: Picture, now: float) -> str:

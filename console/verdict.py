@@ -43,8 +43,9 @@ def judge(
         return _leaving(
             Verdict(exit_code=1, headline=f"failed: {', '.join(gone)} ended and {', '.join(running)} did not follow"), left
         )
-    if end is not None and end.reason is EndReason.STOPPED:
-        return _leaving(Verdict(exit_code=1, headline=f"stopped before the last step: {end.message}"), left)
+    if end is not None and end.reason in (EndReason.STOPPED, EndReason.DRAINED):
+        why = f": {end.message}" if end.message else ""
+        return _leaving(Verdict(exit_code=1, headline=f"{end.reason} before the last step{why}"), left)
     return _leaving(Verdict(exit_code=0, headline="finished"), left)
 
 

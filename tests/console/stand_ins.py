@@ -1,4 +1,4 @@
-"""Stand-ins for both daemons: the real bus, the real settings, no model and no engine. Run as
+"""Stand-ins for both daemons: the real bus, the real settings, real journals, no model and no engine. Run as
 `python -m tests.console.stand_ins trainer|rollouter [--config F] [key=value ...]`.
 
 The trainer makes steps of what it leases; the rollouter offers as many samples as the run needs. Misbehavior is asked for in
@@ -27,6 +27,21 @@ from configs.live import LiveSettings
 from configs.logs import set_up
 from configs.paths import bus_address, socket_dir
 from configs.schema import Settings
+from console.run_dirs import RUN_ID_FILE
+from sample_bus.journal import (
+    ROLLOUTER_FILE,
+    TRAINER_FILE,
+    GroupAdmitted,
+    Queued,
+    RollouterEnded,
+    SampleOffered,
+    StepBegan,
+    StepTrained,
+    TrainerBegan,
+    TrainerEnded,
+    journal_dir,
+)
+from sample_bus.journal_writer import JournalWriter
 from sample_bus.messages import (
     ChangeSettings,
     Counts,
@@ -46,20 +61,29 @@ from sample_bus.messages import (
     TrainerStatus,
 )
 from sample_bus.open import open_hub, open_link
-from sample_bus.protocols import Hub, Link
-from sample_bus.sample import NO_VERSION, Sample, StopReason
+from sample_bus.protocols import Hub, Lease, Leased, Link
+from sample_bus.sample import NO_VERSION, Sample, SampleId, StopReason
 
 log = structlog.get_logger()
 WISHES = frozenset(filter(None, os.environ.get("STAND_IN", "").split(",")))
 DIES_AT_STEP = 2
+RUN_ID = "5eed5eed"
 
 
 async def trainer(settings: Settings) -> None:
     if "slow-start" in WISHES:
         log.info("converting model", percent=40)
         await asyncio.sleep(600)
+    (settings.run_dir / RUN_ID_FILE).write_text(RUN_ID)
+    journal = JournalWriter(journal_dir(settings.run_dir, RUN_ID) / TRAINER_FILE)
+    journal.write(TrainerBegan(at=time.time(), incarnation="s1", step=0, policy_version=0, position=[], counts={}))
     async with open_hub(
-        settings.bus, address=bus_address(settings), run=settings.name, incarnation="s1", quarantine_dir=settings.run_dir / "q"
+        settings.bus,
+        address=bus_address(settings),
+        run=settings.name,
+        run_id=RUN_ID,
+        incarnation="s1",
+        quarantine_dir=settings.run_dir / "q",
     ) as hub:
         live = LiveSettings(settings)
         await _answer_settings(hub, live)
@@ -72,10 +96,12 @@ async def trainer(settings: Settings) -> None:
         await asyncio.sleep(1.5)  # a real run gives the console time to connect
         step = 0
         while "endless" in WISHES or step < settings.num_steps:
-            ids = [(await hub.lease()).id for _ in range(settings.samples_per_step)]
+            ids = [_note(journal, await hub.lease()) for _ in range(settings.samples_per_step)]
             received += len(ids)
-            hub.acknowledge(ids)
             step += 1
+            _note_step(journal, step, ids)
+            hub.acknowledge(ids)
+            hub.commit(hub.position())
             counts = Counts(
                 received=received + hub.consumer_statistics().queued, trained=received, queued=hub.consumer_statistics().queued
             )
@@ -101,13 +127,23 @@ async def trainer(settings: Settings) -> None:
         queued = hub.consumer_statistics().queued
         counts = Counts(received=received + queued, trained=received, queued=queued)
         update = {"state": TrainerState.ENDED, "counts": counts, "evaluations": (*status.evaluations, _evaluation(step, 0.75))}
+        ended = TrainerEnded(at=time.time(), reason="finished", message="", counts={"trained": received})
+        journal.write(ended)
+        journal.close()
         await hub.publish("trainer", status.model_copy(update=update))
 
 
 async def rollouter(settings: Settings) -> None:
     if "orphan" in WISHES:
         _start_orphan(settings)
-    async with open_link(settings.bus, address=bus_address(settings), name="rollouter", role="rollouter") as link:
+    journal = JournalWriter(journal_dir(settings.run_dir, RUN_ID) / ROLLOUTER_FILE)
+    async with open_link(
+        settings.bus,
+        address=bus_address(settings),
+        name="rollouter",
+        role="rollouter",
+        spool_dir=settings.run_dir / "spool",
+    ) as link:
         await link.wait_connected(60)
         if "rollouter-dies" in WISHES:
             raise RuntimeError("engine-0 ran out of memory")
@@ -115,10 +151,16 @@ async def rollouter(settings: Settings) -> None:
         offered = 0
         wanted = settings.num_steps * settings.samples_per_step
         while not over.done() and ("endless" in WISHES or offered < wanted):
-            await link.offer(_sample(settings, offered))
+            sample = _sample(settings, offered)
+            if sample.seat == 0:
+                _note_admission(journal, sample)
+            _note_offer(journal, sample, await link.offer(sample))
             offered += 1
             await link.publish("rollouter", _rollouter_status(link, RollouterState.GENERATING, offered))
         await over
+        counts = _rollouter_status(link, RollouterState.ENDED, offered).counts
+        journal.write(RollouterEnded(at=time.time(), reason="finished", counts=counts.model_dump()))
+        journal.close()
         await link.publish("rollouter", _rollouter_status(link, RollouterState.ENDED, offered))
 
 
@@ -156,6 +198,61 @@ def _rollouter_status(link: Link, state: RollouterState, offered: int) -> Rollou
         engines=(EngineStatus(name="engine-0", state="serving", policy_version=0, last_pause_ms=12.0),),
         generated_tokens=3 * offered,
         generated_tokens_per_s=90.0,
+    )
+
+
+def _note(journal: JournalWriter, lease: Lease) -> SampleId:
+    assert isinstance(lease, Leased)
+    sample = lease.sample
+    journal.write(
+        Queued(
+            at=time.time(),
+            received_at=lease.received_at,
+            id=list(lease.id),
+            group_id=sample.group_id,
+            seat=sample.seat,
+            attempt=sample.attempt,
+            closed="",
+        )
+    )
+    return lease.id
+
+
+def _note_step(journal: JournalWriter, step: int, ids: list[SampleId]) -> None:
+    taken = [list(one) for one in ids]
+    journal.write(StepBegan(at=time.time(), step=step, policy_version=step - 1, samples=taken, closures=[], options={}))
+    journal.write(StepTrained(at=time.time(), step=step, policy_version=step, loss=0.1, grad_norm=1.0, replayed=False))
+
+
+def _note_admission(journal: JournalWriter, sample: Sample) -> None:
+    journal.write(
+        GroupAdmitted(
+            at=time.time(),
+            group_id=sample.group_id,
+            task_id=sample.task_id,
+            issue=0,
+            group_size=sample.group_size,
+            policy_version=0,
+            incarnation=sample.incarnation,
+            settings_revision=0,
+            temperature=1.0,
+            max_tokens=3,
+        )
+    )
+
+
+def _note_offer(journal: JournalWriter, sample: Sample, sample_id: SampleId) -> None:
+    journal.write(
+        SampleOffered(
+            at=time.time(),
+            group_id=sample.group_id,
+            seat=sample.seat,
+            attempt=sample.attempt,
+            id=list(sample_id),
+            num_tokens=sample.num_tokens,
+            reward=sample.reward,
+            oldest_version=sample.oldest_version,
+        )
     )
 
 

@@ -257,3 +257,42 @@ def test_settings_change_live_the_status_shows_it_and_the_directory_is_taken(
     assert main(["up", f"run_dir={up.run_dir}"]) == 1
     assert "a run goes on here" in capsys.readouterr().err
     assert up.end(signal.SIGTERM)[0] == 143
+
+
+def test_of_two_writers_of_settings_one_wins_and_the_other_is_told(start: object) -> None:
+    up = _piped(start, "endless")
+    up.wait_for('"step":3', "trainer")
+    writers = {
+        author: subprocess.Popen(
+            [
+                *(sys.executable, "-m", "console.cli", "set", f"sampling.temperature={value}", "--expect", "0"),
+                *("--author", author, "--run-dir", str(up.run_dir), "--timeout-s", "60"),
+            ],
+            cwd=ROOT,
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )
+        for author, value in (("ada", 0.5), ("bob", 2.0))
+    }
+    ends = {author: (*writer.communicate(timeout=DEADLINE_S), writer.returncode) for author, writer in writers.items()}
+    assert sorted(code for _, _, code in ends.values()) == [0, 1]
+    loser = next(err for _, err, code in ends.values() if code == 1)
+    assert "revision 1, expected 0" in loser
+    assert up.end(signal.SIGTERM)[0] == 143
+
+
+def test_the_ledger_closes_while_the_run_goes_on_and_after_it_was_stopped(
+    start: object, capsys: pytest.CaptureFixture[str]
+) -> None:
+    up = _piped(start, "endless")
+    for number in range(3, 9):
+        up.wait_for(f'"step":{number}', "trainer")
+        assert main(["ledger", "--run-dir", str(up.run_dir)]) == 0, capsys.readouterr().out
+        assert "the ledger closes" in capsys.readouterr().out
+    assert main(["ledger", "--sample", "g0", "--run-dir", str(up.run_dir)]) == 0
+    assert "rollout g0/0: trained" in capsys.readouterr().out
+    assert main(["status", "--run-dir", str(up.run_dir), "--timeout-s", "60"]) == 0
+    assert "bytes of records until a checkpoint covers them" in capsys.readouterr().out
+    assert up.end(signal.SIGTERM)[0] == 143
+    assert main(["ledger", "--run-dir", str(up.run_dir)]) == 0, capsys.readouterr().out

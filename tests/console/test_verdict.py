@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import signal
 
+import pytest
+
 from console.verdict import judge
 from sample_bus.messages import EndOfRun, EndReason
 
@@ -36,9 +38,11 @@ def test_a_failed_end_is_a_failure_even_with_clean_exits() -> None:
     assert (verdict.exit_code, verdict.headline) == (1, "failed: no")
 
 
-def test_a_drained_run_did_not_finish() -> None:
-    end = EndOfRun(reason=EndReason.STOPPED, message="drained on request")
-    assert judge({"rollouter": 0, "trainer": 0}, end=end, stopped_by=None).exit_code == 1
+@pytest.mark.parametrize("reason", [EndReason.DRAINED, EndReason.STOPPED])
+def test_a_run_that_was_ended_on_request_did_not_finish(reason: EndReason) -> None:
+    end = EndOfRun(reason=reason, message="after step 7")
+    verdict = judge({"rollouter": 0, "trainer": 0}, end=end, stopped_by=None)
+    assert (verdict.exit_code, verdict.headline) == (1, f"{reason} before the last step: after step 7")
 
 
 def test_the_user_who_stops_is_told_so_with_the_shell_convention() -> None:
