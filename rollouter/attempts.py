@@ -40,6 +40,9 @@ class Attempts:
 
     async def play(self, plan: Plan, number: int, stop: asyncio.Future[None]) -> Episode:
         """Attempt `number`, until `stop` is done. Raises GivenUp then, and what the runner raises."""
+        given_up = f"rollout {plan.rollout_id} attempt {number} was given up"
+        if stop.done():
+            raise GivenUp(f"{given_up} before it began")
         playing = asyncio.create_task(self._runner.attempt(plan, number), name=f"{plan.rollout_id}.{number}")
         try:
             await asyncio.wait((playing, stop), timeout=self._timeout_s + self._grace_s, return_when=asyncio.FIRST_COMPLETED)
@@ -48,7 +51,7 @@ class Attempts:
                 await self._end(playing, plan, number)
         if stop.done():
             self._refuse(playing, plan, number)
-            raise GivenUp(f"rollout {plan.rollout_id} attempt {number} was given up while it ran")
+            raise GivenUp(f"{given_up} while it ran")
         if playing in self._left or playing.cancelled():
             raise TimeoutError(
                 f"rollout {plan.rollout_id} attempt {number} gave up after {self._timeout_s:g} s; its agent loop does not end "

@@ -6,86 +6,21 @@ import asyncio
 import sys
 from typing import Any
 
-import numpy as np
 import pytest
 
-from agent_loop.engine import SamplingParams
 from agent_loop.errors import AgentLoopError, LoopError, RewardError
-from agent_loop.rewards import load_reward
 from agent_loop.session import Session
-from agent_loop.single_turn import SingleTurn
 from agent_loop.task import Task
-from rollouter.codec import Codec
-from rollouter.rollouts import Plan, Runner, request_seed, sample_of
-from rollouter.scoring import Scorer
+from rollouter.rollouts import request_seed, sample_of
 from sample_bus.errors import WireError
-from sample_bus.messages import WeightRound
 from tests.fakes.fake_clock import FakeClock
-from tests.fakes.fake_engine import FakeEngine, FakeTokenizer
-
-CODEC = Codec(FakeTokenizer())
-
-
-async def _staged(announced: WeightRound, engine: str, nonce: str) -> None:
-    return
-
-
-async def _engine(version: int = 3, **changes: Any) -> FakeEngine:
-    engine = FakeEngine(**changes)
-    announced = WeightRound(
-        policy_version=version,
-        incarnation="i",
-        address="",
-        manifest_digest="d",
-        num_tensors=1,
-        total_bytes=1,
-        announced_at=0.0,
-    )
-    await engine.sync(announced, _staged)
-    return engine
-
-
-def _plan(seat: int = 0, group_size: int = 1, temperature: float = 0.6) -> Plan:
-    text = "3+4="
-    task = Task(
-        task_id="t",
-        prompt_ids=np.array(CODEC.encode(text), np.int32),
-        prompt_text=text,
-        ground_truth="7",
-        data_source="test",
-        extra_info={"n": 1},
-    )
-    return Plan(
-        task=task,
-        group_id="g",
-        seat=seat,
-        group_size=group_size,
-        rollout_id=f"g/{seat}",
-        seed_key=f"g/{seat}",
-        sampling=SamplingParams(temperature=temperature, max_tokens=8, stop_token_ids=CODEC.stop_token_ids(["\n"])),
-        settings_revision=9,
-        incarnation="i",
-    )
-
-
-def _runner(
-    engine: FakeEngine, *, loop: Any = None, reward: str = "agent_loop.rewards:exact_match", timeout_s: float = 30.0
-) -> Runner:
-    return Runner(
-        loop=loop or SingleTurn(),
-        engine=engine,
-        codec=CODEC,
-        scorer=Scorer(load_reward(reward), CODEC),
-        max_model_len=64,
-        timeout_s=timeout_s,
-        seed=1,
-    )
+from tests.rollouter.playing import CODEC, engine_at, make_plan, make_runner
 
 
 async def test_episode_becomes_a_sample_with_all_that_training_needs() -> None:
-    episode = await _runner(await _engine()).attempt(_plan(), 2)
+    episode = await make_runner(await engine_at()).attempt(make_plan(), 2)
     clock = FakeClock(50.0)
-    sample = sample_of(_plan(), 2, episode, now=clock)
+    sample = sample_of(make_plan(), 2, episode, now=clock)
     sample.validate()
     reply = CODEC.encode("7\n") if episode.reward == 1.0 else CODEC.encode("8\n")
     assert sample.tokens.tolist() == CODEC.encode("3+4=") + reply
@@ -96,10 +31,10 @@ async def test_episode_becomes_a_sample_with_all_that_training_needs() -> None:
 
 
 async def test_seed_belongs_to_run_rollout_and_attempt() -> None:
-    engine = await _engine()
-    runner = _runner(engine)
+    engine = await engine_at()
+    runner = make_runner(engine)
     for seat, attempt in ((0, 0), (0, 0), (0, 1), (1, 0)):
-        await runner.attempt(_plan(seat, 2), attempt)
+        await runner.attempt(make_plan(seat, 2), attempt)
     first, again, retry, sibling = (call.sampling.seed for call in engine.calls)
     assert first == again == request_seed(1, "g/0", 0)
     assert len({first, retry, sibling, request_seed(2, "g/0", 0)}) == 4
@@ -127,27 +62,27 @@ class Cancels:
 
 async def test_loop_without_a_turn_fails() -> None:
     with pytest.raises(LoopError):
-        await _runner(await _engine(), loop=NoTurn()).attempt(_plan(), 0)
+        await make_runner(await engine_at(), loop=NoTurn()).attempt(make_plan(), 0)
 
 
 async def test_errors_of_user_code_come_out_as_they_are() -> None:
     with pytest.raises(ZeroDivisionError, match="in user code"):
-        await _runner(await _engine(), loop=Raises()).attempt(_plan(), 0)
+        await make_runner(await engine_at(), loop=Raises()).attempt(make_plan(), 0)
 
 
 async def test_loop_that_would_end_the_process_fails_its_rollout() -> None:
     """B160"""
     with pytest.raises(AgentLoopError, match="SystemExit: 3"):
-        await _runner(await _engine(), loop=Leaves()).attempt(_plan(), 0)
+        await make_runner(await engine_at(), loop=Leaves()).attempt(make_plan(), 0)
 
 
 async def test_inner_cancellation_is_a_failure_and_an_outer_one_is_not_swallowed() -> None:
     """B09"""
-    engine = await _engine()
+    engine = await engine_at()
     with pytest.raises(AgentLoopError, match="cancelled"):
-        await _runner(engine, loop=Cancels()).attempt(_plan(), 0)
+        await make_runner(engine, loop=Cancels()).attempt(make_plan(), 0)
     engine.before_reply = lambda call: asyncio.Event().wait()
-    outer = asyncio.create_task(_runner(engine).attempt(_plan(), 0))
+    outer = asyncio.create_task(make_runner(engine).attempt(make_plan(), 0))
     await asyncio.sleep(0)
     outer.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -159,7 +94,7 @@ async def test_reward_that_is_no_number_fails_the_attempt(value: Any) -> None:
     """B102"""
     RETURNED["value"] = value
     with pytest.raises(RewardError):
-        await _runner(await _engine(), reward=f"{__name__}:returns_it").attempt(_plan(), 0)
+        await make_runner(await engine_at(), reward=f"{__name__}:returns_it").attempt(make_plan(), 0)
 
 
 RETURNED: dict[str, Any] = {}
@@ -178,11 +113,12 @@ def hangs(data_source: str, solution_str: str, ground_truth: Any, extra_info: An
 
 async def test_reward_that_never_returns_ends_at_the_deadline_and_others_go_on() -> None:
     """B99"""
-    engine = await _engine()
+    engine = await engine_at()
     slow = [
-        asyncio.create_task(_runner(engine, reward=f"{__name__}:hangs", timeout_s=0.3).attempt(_plan(), 0)) for _ in range(6)
+        asyncio.create_task(make_runner(engine, reward=f"{__name__}:hangs", timeout_s=0.3).attempt(make_plan(), 0))
+        for _ in range(6)
     ]
-    quick = await asyncio.gather(*(_runner(engine).attempt(_plan(seat, 100), 0) for seat in range(100)))
+    quick = await asyncio.gather(*(make_runner(engine).attempt(make_plan(seat, 100), 0) for seat in range(100)))
     assert len(quick) == 100
     for task in slow:
         with pytest.raises(TimeoutError, match="while its reward was computed"):
@@ -196,9 +132,9 @@ async def test_one_of_many_rollouts_fails_alone() -> None:
         if call.request_id.startswith("g/350."):
             raise ConnectionResetError("number 350")
 
-    engine = await _engine(before_reply=break_one)
-    runner = _runner(engine)
-    results = await asyncio.gather(*(runner.attempt(_plan(seat, 500), 0) for seat in range(500)), return_exceptions=True)
+    engine = await engine_at(before_reply=break_one)
+    runner = make_runner(engine)
+    results = await asyncio.gather(*(runner.attempt(make_plan(seat, 500), 0) for seat in range(500)), return_exceptions=True)
     failures = [result for result in results if isinstance(result, BaseException)]
     assert len(failures) == 1
     assert isinstance(failures[0], ConnectionResetError)
@@ -206,6 +142,6 @@ async def test_one_of_many_rollouts_fails_alone() -> None:
 
 
 async def test_sample_of_a_greedy_rollout_is_refused() -> None:
-    episode = await _runner(await _engine()).attempt(_plan(temperature=0.0), 0)
+    episode = await make_runner(await engine_at()).attempt(make_plan(temperature=0.0), 0)
     with pytest.raises(WireError, match="temperature"):
-        sample_of(_plan(temperature=0.0), 0, episode, now=FakeClock()).validate()
+        sample_of(make_plan(temperature=0.0), 0, episode, now=FakeClock()).validate()
