@@ -12,8 +12,10 @@ import psutil
 import pytest
 
 from configs.schema import BusSettings
+from sample_bus.journal_writer import JournalWriter
 from sample_bus.open import open_hub, open_link
 from tests.fakes.samples import make_sample
+from trainer.groups import GroupAssembler
 from trainer.intake import Intake
 
 pytestmark = [pytest.mark.integration, pytest.mark.slow, pytest.mark.timeout(900)]
@@ -32,7 +34,8 @@ async def produce(address: str, num_samples: int) -> None:
         )
         for seat in range(GROUP_SIZE)
     }
-    async with open_link(BUS, address=address, name="rollouter", role="rollouter") as link:
+    spool = Path(address.removeprefix("ipc://")).parent / "spool"
+    async with open_link(BUS, address=address, name="rollouter", role="rollouter", spool_dir=spool) as link:
         await link.wait_connected(60)
         for number in range(num_samples):
             group, seat = divmod(number, GROUP_SIZE)
@@ -48,14 +51,26 @@ def start_producer(address: str, num_samples: int) -> subprocess.Popen[bytes]:
 
 
 async def test_memory_is_flat_over_twenty_thousand_long_samples(tmp_path: Path) -> None:
-    """B124: 20,000 samples of 32k tokens; payloads are let go once trained, on both sides."""
+    """B124: 20,000 samples of 32k tokens; payloads are let go once trained, on both sides and on the producer's disk."""
     num_samples = 20_000
     address = f"ipc://{tmp_path}/bus"
-    async with open_hub(BUS, address=address, run="memory", incarnation="first", quarantine_dir=tmp_path / "quarantine") as hub:
+    async with open_hub(
+        BUS,
+        address=address,
+        run="memory",
+        run_id="1234abcd",
+        incarnation="first",
+        quarantine_dir=tmp_path / "quarantine",
+    ) as hub:
         producer = start_producer(address, num_samples)
         try:
             intake = Intake(
-                hub, group_size=GROUP_SIZE, samples_per_step=SAMPLES_PER_STEP, max_staleness=None, incarnation="first"
+                hub,
+                groups_per_step=SAMPLES_PER_STEP // GROUP_SIZE,
+                max_staleness=None,
+                incarnation="first",
+                assembler=GroupAssembler(),
+                journal=JournalWriter(tmp_path / "trainer.log"),
             )
             running = asyncio.ensure_future(intake.run())
             mine, theirs = psutil.Process(), psutil.Process(producer.pid)
@@ -65,9 +80,12 @@ async def test_memory_is_flat_over_twenty_thousand_long_samples(tmp_path: Path) 
                     batch = await intake.next_batch(lambda: 0)
                 intake.settle_trained(batch)
                 del batch
+                hub.commit(hub.position())
                 if step % 10 == 0:
                     sizes.append((mine.memory_info().rss, theirs.memory_info().rss))
             running.cancel()
+            spooled = sum(path.stat().st_size for path in (tmp_path / "spool").rglob("*") if path.is_file()) / 2**20
+            assert spooled < num_samples * NUM_TOKENS * 9 / 2**20 / 4, f"{spooled:.0f} MiB stay in the spool"
             assert intake.counts().trained == num_samples // SAMPLES_PER_STEP * SAMPLES_PER_STEP
         finally:
             producer.kill()

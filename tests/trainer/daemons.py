@@ -54,8 +54,8 @@ async def offer_group(link: Link, number: int, *, closed: Sequence[int] = ()) ->
     draw = np.random.default_rng([7, number])
     for seat in range(GROUP_SIZE):
         place: dict[str, Any] = {"group_id": f"g{number}", "seat": seat, "group_size": GROUP_SIZE}
-        reply = draw.integers(3, VOCABULARY, size=5)
-        logprobs, reward = -2.7 - draw.random(5), float(draw.integers(0, 2))
+        reply, logprobs = draw.integers(3, VOCABULARY, size=5).tolist(), (-2.7 - draw.random(5)).tolist()
+        reward = float(draw.integers(0, 2))
         if seat in closed:
             await link.close_seat(make_closed(**place))
         else:

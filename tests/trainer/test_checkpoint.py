@@ -315,7 +315,7 @@ def _save_in_a_child_killed_at(root: Path, victim: str, number: int) -> bool:
             case "fsync":
                 os.fsync = deadly(os.fsync)
             case "rmtree":
-                shutil.rmtree = deadly(shutil.rmtree)  # type: ignore[assignment]
+                shutil.rmtree = deadly(shutil.rmtree)
         save_steps(root, 3, keep=2)
         os._exit(0)
     _, status = os.waitpid(child, 0)

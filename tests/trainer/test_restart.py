@@ -45,6 +45,26 @@ async def test_the_steps_after_the_checkpoint_take_the_same_records_again(tmp_pa
     assert [record.step for record in records(path, StepBegan)] == [1, 2, 3, 2, 3, 4]
 
 
+async def test_a_dropped_group_holds_no_position_back(tmp_path: Path) -> None:
+    """B37: the second of many groups is dropped; the position passes it, and a restart asks for nothing old."""
+    streams, path = FakeStreams(), tmp_path / "log"
+    async with trainer(streams, path) as run:
+        offer_group(streams, 0)
+        offer_group(streams, 1, seats=(0,), closed=(1,))
+        for number in range(2, 75):
+            offer_group(streams, number)
+        for _ in range(37):
+            await run.take_step()
+        saved = run.save()
+        run.consumer.commit(saved.position)
+    assert (saved.position.of("rollouter", 1).watermark, saved.position.of("rollouter", 1).beyond) == (150, ())
+    assert len(streams.kept()) == 0
+    async with trainer(streams, path, saved, incarnation="second") as run:
+        offer_group(streams, 75)
+        offer_group(streams, 76)
+        assert names(await run.take_step()) == ["g75", "g76"]
+
+
 async def test_drops_are_taken_again_whatever_the_version_is_now(tmp_path: Path) -> None:
     """A group that was too old at version 9 is not trained by the process that stands at version 0 again."""
     streams, path = FakeStreams(), tmp_path / "log"
