@@ -94,6 +94,7 @@ class Stream:
 
     def settle(self, seq: int, nbytes: int) -> None:
         self.settled.add(seq)
+        self.received = max(self.received, self.settled.watermark)  # records settled ahead need not come
         self.queued -= 1
         self.queued_bytes -= nbytes
 

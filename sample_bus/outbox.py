@@ -172,27 +172,26 @@ class Outbox:
 
     def _pump(self) -> None:
         """Give waiting offers their place, as far as the credit reaches."""
-        if self._limit < self.next_seq:
+        seq = self.next_seq
+        if not self._waiting or self._limit < seq:
             return
-        ready = 0
-        bytes_after = self._sizes.before(self.next_seq)
-        bytes_before = self._sizes.before(self._received)
+        free_bytes = self._credit.room_bytes - (self._sizes.before(seq) - self._sizes.before(self._received))
+        ready: list[Offer] = []
         for offer in self._waiting:
-            seq = self.next_seq + ready
-            bytes_after += offer.nbytes
-            if seq >= self._credit.samples or bytes_after - bytes_before > self._credit.room_bytes:
+            free_bytes -= offer.nbytes
+            if free_bytes < 0 or seq + len(ready) >= self._credit.samples:
                 break
-            ready += 1
+            ready.append(offer)
         if not ready:
             return
-        self._limit = self.next_seq + ready
+        self._limit = seq + len(ready)
         if self._delivers:
             self._outflow.deliver(None, self._limit)
-        for _ in range(ready):
-            offer = self._waiting.popleft()
-            seq = self.next_seq
+        for offer in ready:
+            self._waiting.popleft()
             self._sizes.append(offer.nbytes)
             self._num_bytes += offer.nbytes
             self._storing.append(offer)
             self._outflow.store(seq, wire.stamp(offer.parts, self._epoch, seq))
             offer.parts = ()
+            seq += 1

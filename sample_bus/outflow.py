@@ -38,6 +38,8 @@ class Thread(Protocol):
 
     def enqueue(self, peer: bytes, frames: Frames, key: str | None = None) -> None: ...
 
+    def at_end(self, command: Callable[[], None]) -> None: ...
+
     def after(self, delay_s: float, command: Callable[[], None]) -> None: ...
 
 
@@ -73,8 +75,8 @@ class Outflow:
 
     def store(self, seq: int, frames: Frames) -> None:
         self._waiting.append((seq, frames))
-        if len(self._waiting) == 1:
-            self._store_waiting()
+        if len(self._waiting) == 1:  # the others of this batch go with it
+            self._thread.at_end(self._store_waiting)
 
     def deliver(self, first: int | None, limit: int) -> None:
         if first is not None:

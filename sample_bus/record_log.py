@@ -1,11 +1,13 @@
 """An append-only file of checksummed records: what the journals of both daemons and the spool are made of.
 
-    file      magic `HDRLOG1\\n`, then records
-    record    mark 4s | length u32 | xxh3_64 u64 over length and payload | payload      (little-endian)
+    file      magic `HDRLOG1\\n`, then records; or magic `HDRLOGR\\n` and a seed u64, then records and what an earlier use left
+    record    mark 4s | length u32 | xxh3_64 u64 over length and payload, with the seed | payload      (little-endian)
 
 Invariant: what `append` returned from is read again after the death of the process (not of the machine, unless `sync` was
 called). A tail that is no whole record, cut off by a death or garbage, is removed when the file is opened for writing, with a
-line that says so. Damage with whole records behind it is never taken for such a tail: it raises.
+line that says so. Damage with whole records behind it is never taken for such a tail: it raises. A file that is used again
+(`renew`: its pages are in memory already, new ones would have to be found and zeroed) gets a seed of its own, so what is left
+of its earlier use is no record of it.
 """
 
 from __future__ import annotations
@@ -25,6 +27,8 @@ from sample_bus.packing import Buffer
 log = structlog.get_logger()
 
 MAGIC = b"HDRLOG1\n"
+MAGIC_RENEWED = b"HDRLOGR\n"
+_SEED = struct.Struct("<Q")
 _MARK = b"\xf0rec"
 _HEAD = struct.Struct("<4sIQ")
 _LENGTH = struct.Struct("<I")
@@ -38,6 +42,7 @@ class RecordLog:
     def __init__(self, path: Path) -> None:
         """Open or make `path`; a torn tail is cut off. Raises JournalError naming the path, JournalDamaged."""
         self.path = path
+        self._seed = 0
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -56,13 +61,13 @@ class RecordLog:
     def append(self, *parts: Buffer) -> int:
         """Write one record made of `parts` and return its offset. Raises OSError; the file is then as it was before."""
         length = sum(memoryview(part).nbytes for part in parts)
-        return self._write([_HEAD.pack(_MARK, length, _checksum(length, parts)), *parts], HEAD_BYTES + length)
+        return self._write([_HEAD.pack(_MARK, length, _checksum(length, parts, self._seed)), *parts], HEAD_BYTES + length)
 
     def read(self, offset: int) -> bytes:
         """Payload of the record at `offset`. Raises JournalDamaged."""
         mark, length, checksum = _HEAD.unpack(os.pread(self._file, HEAD_BYTES, offset))
         payload = os.pread(self._file, length, offset + HEAD_BYTES)
-        if mark != _MARK or len(payload) != length or _checksum(length, [payload]) != checksum:
+        if mark != _MARK or len(payload) != length or _checksum(length, [payload], self._seed) != checksum:
             raise JournalDamaged(f"{self.path}: the record at byte {offset} is damaged")
         return payload
 
@@ -73,6 +78,14 @@ class RecordLog:
     def sync(self) -> None:
         """Put what was appended on the disk itself."""
         os.fdatasync(self._file)
+
+    def renew(self, path: Path) -> None:
+        """Forget all records and go on as `path`; the file's bytes stay where they are. Raises OSError."""
+        self._seed = int.from_bytes(os.urandom(_SEED.size), "little")
+        os.pwrite(self._file, MAGIC_RENEWED + _SEED.pack(self._seed), 0)
+        self._end = len(MAGIC_RENEWED) + _SEED.size
+        self.path.rename(path)
+        self.path = path
 
     def close(self) -> None:
         os.close(self._file)
@@ -98,10 +111,13 @@ class RecordLog:
             os.ftruncate(self._file, 0)
             os.pwrite(self._file, MAGIC, 0)
             return len(MAGIC)
-        end = len(MAGIC)
+        with self.path.open("rb") as file:
+            self._seed = _read_header(file, self.path)
+            end = file.tell()
+        renewed = end > len(MAGIC)
         for offset, payload in read_records(self.path):
             end = offset + HEAD_BYTES + len(payload)
-        if end < size:
+        if end < size and not renewed:
             log.warning("torn record cut off", path=str(self.path), at_bytes=end, num_bytes=size - end)
             os.ftruncate(self._file, end)
         return end
@@ -114,15 +130,13 @@ def read_records(path: Path) -> Iterator[tuple[int, bytes]]:
     """
     try:
         with path.open("rb", buffering=_READ_BYTES) as file:
-            magic = file.read(len(MAGIC))
-            if not MAGIC.startswith(magic):
-                raise JournalError(f"{path}: got {magic!r} at its beginning, expected {MAGIC!r}")
-            offset = len(MAGIC)
+            seed = _read_header(file, path)
+            offset = file.tell()
             while True:
-                payload = _next(file, os.fstat(file.fileno()).st_size - offset)
-                if payload is None and (behind := _first_whole(path, offset + 1)) is not None:
+                payload = _next(file, os.fstat(file.fileno()).st_size - offset, seed)
+                if payload is None and (behind := _first_whole(path, offset + 1, seed)) is not None:
                     file.seek(offset)  # a writer may have finished it since
-                    payload = _next(file, os.fstat(file.fileno()).st_size - offset)
+                    payload = _next(file, os.fstat(file.fileno()).st_size - offset, seed)
                     if payload is None:
                         raise JournalDamaged(
                             f"{path}: the record at byte {offset} is damaged, and a whole one follows at byte {behind}"
@@ -135,14 +149,25 @@ def read_records(path: Path) -> Iterator[tuple[int, bytes]]:
         raise JournalError(f"{path}: cannot be read: {error.strerror or error}") from error
 
 
-def _checksum(length: int, parts: Sequence[Buffer]) -> int:
-    digest = xxhash.xxh3_64(_LENGTH.pack(length))
+def _read_header(file: BinaryIO, path: Path) -> int:
+    """The seed of a log's checksums; the file then stands at its first record. Raises JournalError."""
+    magic = file.read(len(MAGIC))
+    if magic == MAGIC_RENEWED:
+        seed = file.read(_SEED.size)
+        return int(_SEED.unpack(seed)[0]) if len(seed) == _SEED.size else 0
+    if not MAGIC.startswith(magic):
+        raise JournalError(f"{path}: got {magic!r} at its beginning, expected {MAGIC!r}")
+    return 0
+
+
+def _checksum(length: int, parts: Sequence[Buffer], seed: int) -> int:
+    digest = xxhash.xxh3_64(_LENGTH.pack(length), seed)
     for part in parts:
         digest.update(part)
     return digest.intdigest()
 
 
-def _next(file: BinaryIO, available: int) -> bytes | None:
+def _next(file: BinaryIO, available: int, seed: int) -> bytes | None:
     """The record at the file's position, if it is whole within so many bytes."""
     head = file.read(HEAD_BYTES)
     if len(head) < HEAD_BYTES:
@@ -151,10 +176,10 @@ def _next(file: BinaryIO, available: int) -> bytes | None:
     if mark != _MARK or HEAD_BYTES + length > available:
         return None
     payload = file.read(length)
-    return payload if len(payload) == length and _checksum(length, [payload]) == checksum else None
+    return payload if len(payload) == length and _checksum(length, [payload], seed) == checksum else None
 
 
-def _first_whole(path: Path, start: int) -> int | None:
+def _first_whole(path: Path, start: int, seed: int) -> int | None:
     """Offset of the first whole record at or behind `start`."""
     with path.open("rb") as file:
         file.seek(start)
@@ -162,16 +187,16 @@ def _first_whole(path: Path, start: int) -> int | None:
     view = memoryview(data)
     at = data.find(_MARK)
     while at >= 0:
-        if _is_whole(view[at:]):
+        if _is_whole(view[at:], seed):
             return start + at
         at = data.find(_MARK, at + 1)
     return None
 
 
-def _is_whole(data: memoryview) -> bool:
+def _is_whole(data: memoryview, seed: int) -> bool:
     """Whether a whole record stands at the beginning of `data`; nothing is copied."""
     if len(data) < HEAD_BYTES:
         return False
     _, length, checksum = _HEAD.unpack_from(data)
     end = HEAD_BYTES + length
-    return bool(end <= len(data) and _checksum(length, [data[HEAD_BYTES:end]]) == checksum)
+    return bool(end <= len(data) and _checksum(length, [data[HEAD_BYTES:end]], seed) == checksum)

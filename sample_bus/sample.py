@@ -114,30 +114,40 @@ class Sample:
             array = getattr(self, name)
             if array.dtype != _INT32 or array.ndim != 1 or array.size != self.versions.size or array.size == 0:
                 raise WireError(f"{name}: got {array.dtype}{list(array.shape)}, expected int32[R] (rollout {self.rollout_id})")
-        starts = self.version_starts
-        if starts[0] != 0 or starts[-1] >= length or (starts[1:] <= starts[:-1]).any():
-            raise WireError(f"version_starts: runs must rise from 0 below {length} (rollout {self.rollout_id})")
-        if (lowest := self.versions.min()) < NO_VERSION:
-            raise WireError(f"versions: got {int(lowest)}, expected >= {NO_VERSION} (rollout {self.rollout_id})")
-        if (lowest := self.tokens.min()) < 0:
-            raise WireError(f"tokens: got {int(lowest)}, expected ids >= 0 (rollout {self.rollout_id})")
-        if (highest := self.loss_mask.max()) > 1:
-            raise WireError(f"loss_mask: got {int(highest)}, expected 0 or 1 (rollout {self.rollout_id})")
-        logprobs = self.behavior_logprobs
-        lowest, highest = logprobs.min(), logprobs.max()  # NaN if one is
-        if not (np.isfinite(lowest) and np.isfinite(highest)):
-            at = int(np.flatnonzero(~np.isfinite(logprobs))[0])
-            got = logprobs[at]
-            raise WireError(f"behavior_logprobs[{at}]: got {got}, expected a finite number (rollout {self.rollout_id})")
-        if highest > 1e-3:
-            raise WireError(f"behavior_logprobs: got {highest}, expected <= 0 (rollout {self.rollout_id})")
-        if ((logprobs != 0) > self.loss_mask.view(np.bool_)).any():
-            raise WireError(f"behavior_logprobs: not 0 where the loss mask is 0 (rollout {self.rollout_id})")
-        if np.maximum.reduceat(self.loss_mask, starts)[self.versions == NO_VERSION].any():
-            raise WireError(f"versions: a trained token has no policy version (rollout {self.rollout_id})")
+        self._check_runs(length)
+        self._check_tokens()
         if not math.isfinite(self.reward):
             raise WireError(f"reward: got {self.reward}, expected a finite number (rollout {self.rollout_id})")
         if not (math.isfinite(self.temperature) and self.temperature > 0):
             raise WireError(f"temperature: got {self.temperature}, expected a positive number (rollout {self.rollout_id})")
         if not 0 <= self.seat < self.group_size:
             raise WireError(f"seat: got {self.seat}, expected 0 to {self.group_size - 1} (rollout {self.rollout_id})")
+
+    def _check_runs(self, length: int) -> None:
+        """Runs are few: plain numbers are faster than arrays here."""
+        starts, versions = self.version_starts.tolist(), self.versions.tolist()
+        ends = [*starts[1:], length]
+        if starts[0] != 0 or any(end <= start for start, end in zip(starts, ends, strict=True)):
+            raise WireError(f"version_starts: runs must rise from 0 below {length} (rollout {self.rollout_id})")
+        if (lowest := min(versions)) < NO_VERSION:
+            raise WireError(f"versions: got {lowest}, expected >= {NO_VERSION} (rollout {self.rollout_id})")
+        for start, end, version in zip(starts, ends, versions, strict=True):
+            if version == NO_VERSION and np.count_nonzero(self.loss_mask[start:end]):
+                raise WireError(f"versions: a trained token has no policy version (rollout {self.rollout_id})")
+
+    def _check_tokens(self) -> None:
+        if (lowest := np.minimum.reduce(self.tokens)) < 0:
+            raise WireError(f"tokens: got {int(lowest)}, expected ids >= 0 (rollout {self.rollout_id})")
+        if (highest := np.maximum.reduce(self.loss_mask)) > 1:
+            raise WireError(f"loss_mask: got {int(highest)}, expected 0 or 1 (rollout {self.rollout_id})")
+        logprobs = self.behavior_logprobs
+        least, most = float(np.minimum.reduce(logprobs)), float(np.maximum.reduce(logprobs))  # NaN if one is
+        if not (math.isfinite(least) and math.isfinite(most)):
+            at = int(np.flatnonzero(~np.isfinite(logprobs))[0])
+            raise WireError(
+                f"behavior_logprobs[{at}]: got {logprobs[at]}, expected a finite number (rollout {self.rollout_id})"
+            )
+        if most > 1e-3:
+            raise WireError(f"behavior_logprobs: got {most}, expected <= 0 (rollout {self.rollout_id})")
+        if np.count_nonzero(np.greater(logprobs != 0, self.loss_mask.view(np.bool_))):
+            raise WireError(f"behavior_logprobs: not 0 where the loss mask is 0 (rollout {self.rollout_id})")

@@ -4,13 +4,15 @@
     DIRECTORY/EPOCH-FIRST.log     a `RecordLog`: records FIRST, FIRST + 1, … of that epoch, up to the next file's FIRST
 
 Invariant: sequence numbers are dense from the committed watermark to the next one; what `append` returned from is read again by
-the next process; a file is deleted only when everything in it is committed. The epoch changes only when copies were lost.
+the next process; a file is deleted, or used again, only when everything in it is committed. The epoch changes only when copies
+were lost.
 """
 
 from __future__ import annotations
 
 import fcntl
 import os
+import re
 import struct
 import time
 from collections import deque
@@ -25,11 +27,15 @@ from sample_bus.record_log import RecordLog, read_records
 
 log = structlog.get_logger()
 
-SEGMENT_BYTES = 64 << 20
+SEGMENT_BYTES = 16 << 20
+MAX_SPARE = 4
+"""Files that wait to be used again."""
 _STATE = "state"
 _LOCK = "lock"
 _HEAD = struct.Struct("<QI")
 _LENGTH = struct.Struct("<I")
+_STATE_TEXT = re.compile(rb"(\d{20}) (\d{20})\n")
+_LARGEST = (1 << 63) - 1
 
 Frames = Sequence[bytes | memoryview]
 
@@ -68,6 +74,7 @@ class Spool:
         self._segment_bytes = segment_bytes
         self._sync = sync
         self._segments: deque[_Segment] = deque()
+        self._spare: list[RecordLog] = []
         self._epoch = self._committed = 0
         try:
             directory.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -129,11 +136,8 @@ class Spool:
             return
         self._committed = min(watermark, self.next_seq)
         self._write_state()
-        while self._segments and self._segments[0].end <= self._committed and len(self._segments) > 1:
-            self._drop(self._segments.popleft())
-        only = self._segments[0] if self._segments else None
-        if only is not None and only.end <= self._committed and only.log.num_bytes >= self._segment_bytes:
-            self._drop(self._segments.popleft())
+        while len(self._segments) > 1 and self._segments[0].end <= self._committed:
+            self._retire(self._segments.popleft())
 
     def renew(self) -> None:
         """Begin a new epoch: the trainer knows records that this spool has lost. What was kept is set aside, not deleted."""
@@ -147,7 +151,11 @@ class Spool:
     def close(self) -> None:
         for segment in self._segments:
             segment.log.close()
+        for spare in self._spare:
+            spare.close()
+            spare.path.unlink(missing_ok=True)
         self._segments.clear()
+        self._spare.clear()
         for descriptor in (self._state, self._lock):
             if descriptor >= 0:
                 os.close(descriptor)
@@ -180,8 +188,9 @@ class Spool:
         os.pwrite(self._state, b"%020d %020d\n" % (self._epoch, self._committed), 0)
 
     def _open_segments(self) -> None:
-        paths = sorted(self._directory.glob(f"{self._epoch:020d}-*.log"))
-        for path in paths:
+        for left in self._directory.glob("*.spare"):
+            left.unlink()
+        for path in sorted(self._directory.glob(f"{self._epoch:020d}-*.log")):
             first = _first_of(path)
             segment = _Segment(RecordLog(path), first, [])
             self._segments.append(segment)
@@ -204,15 +213,26 @@ class Spool:
         return self._segments[-1]
 
     def _begin_segment(self, seq: int) -> None:
-        try:
-            segment_log = RecordLog(self._directory / f"{self._epoch:020d}-{seq:020d}.log")
-        except JournalError as error:
-            raise OSError(0, str(error)) from error
+        path = self._directory / f"{self._epoch:020d}-{seq:020d}.log"
+        if self._spare:
+            self._spare[-1].renew(path)
+            segment_log = self._spare.pop()
+        else:
+            try:
+                segment_log = RecordLog(path)
+            except JournalError as error:
+                raise OSError(0, str(error)) from error
         while self._segments and self._segments[0].end <= self._committed:
-            self._drop(self._segments.popleft())
+            self._retire(self._segments.popleft())
         self._segments.append(_Segment(segment_log, seq, []))
 
-    def _drop(self, segment: _Segment) -> None:
+    def _retire(self, segment: _Segment) -> None:
+        """Everything in it is committed: keep the file for another use, or delete it."""
+        if len(self._spare) < MAX_SPARE and segment.log.num_bytes >= self._segment_bytes:
+            spare = segment.log.path.with_suffix(".spare")
+            segment.log.renew(spare)
+            self._spare.append(segment.log)
+            return
         segment.log.close()
         segment.log.path.unlink(missing_ok=True)
 
@@ -231,10 +251,10 @@ def kept(directory: Path) -> Kept | None:
 
 
 def _parse_state(text: bytes, path: Path) -> tuple[int, int]:
-    try:
-        epoch, committed = (int(word) for word in text.split())
-    except ValueError:
-        raise JournalDamaged(f"{path}: got {text[:60]!r}, expected an epoch and a watermark") from None
+    match = _STATE_TEXT.fullmatch(text)
+    epoch, committed = (int(match[1]), int(match[2])) if match else (-1, -1)
+    if not (0 <= epoch <= _LARGEST and 0 <= committed <= _LARGEST):
+        raise JournalDamaged(f"{path}: got {text[:60]!r}, expected an epoch and a watermark")
     return epoch, committed
 
 

@@ -2,7 +2,7 @@
 
     frame 0   prefix (48 bytes, little-endian) and header (msgpack map of scalars and, of a sample, the column table)
     frame 1   body of a sample: the small columns, each at a multiple of 64 bytes
-    frame 2…  one large column each (256 KiB and more), sent without a copy
+    frame 2…  one large column each (64 KiB and more), sent without a copy
 
 A closed seat is frame 0 alone.
 
@@ -34,7 +34,7 @@ VERSION = 1
 KIND_SAMPLE = 1
 KIND_CLOSED = 2
 MAX_HEADER_BYTES = 64 << 10
-LARGE_COLUMN_BYTES = 256 << 10
+LARGE_COLUMN_BYTES = 64 << 10
 _ALIGN = 64
 _MAX_ITEMS = 64
 """Keys of a header; its lists are shorter."""
@@ -81,9 +81,13 @@ _CLOSED: dict[str, type[Any]] = {
     "closed_at": float,
 }
 _HEADERS: dict[int, dict[str, type[Any]]] = {
-    KIND_SAMPLE: {**_SCALARS, "producer": str, "columns": list},
-    KIND_CLOSED: {**_CLOSED, "producer": str},
+    KIND_SAMPLE: {"producer": str, "columns": list, **_SCALARS},
+    KIND_CLOSED: {"producer": str, **_CLOSED},
 }
+_NAMES = {kind: list(layout) for kind, layout in _HEADERS.items()}
+_TYPES = {kind: list(layout.values()) for kind, layout in _HEADERS.items()}
+_INTS = {kind: [name for name, of in layout.items() if of is int] for kind, layout in _HEADERS.items()}
+_FLOATS = {kind: [name for name, of in layout.items() if of is float] for kind, layout in _HEADERS.items()}
 _STOP_REASONS = {reason.value: reason for reason in StopReason}
 
 
@@ -209,25 +213,31 @@ def _digest(prefix: Buffer, parts: Sequence[Buffer]) -> int:
     return digest.intdigest()
 
 
-def _checked_header(header: Any, kind_of_record: int) -> dict[str, Any]:
+def _checked_header(header: Any, kind: int) -> dict[str, Any]:
     """The header itself, once every value in it is known to be of its type and range."""
-    layout = _HEADERS[kind_of_record]
-    if not isinstance(header, dict) or header.keys() != layout.keys():
-        odd = sorted(map(repr, header.keys() ^ layout.keys()))[:5] if isinstance(header, dict) else type(header).__name__
-        raise WireError(f"header: got other keys than expected: {odd}")
-    for name, kind in layout.items():
-        value = header[name]
-        if type(value) is not kind:
-            raise WireError(f"{name}: got {type(value).__name__}, expected {kind.__name__}")
-        if kind is int and not 0 <= value < 1 << 31:
-            raise WireError(f"{name}: got {value}, expected 0 to 2^31 - 1")
-        if kind is float and not math.isfinite(value):
-            raise WireError(f"{name}: got {value}, expected a finite number")
-    if "stop_reason" in header and header["stop_reason"] not in _STOP_REASONS:
+    if type(header) is not dict or list(header) != _NAMES[kind]:
+        raise WireError(f"header: {_oddity(header, kind)}")
+    if list(map(type, header.values())) != _TYPES[kind]:
+        name = next(name for name, of in _HEADERS[kind].items() if type(header[name]) is not of)
+        raise WireError(f"{name}: got {type(header[name]).__name__}, expected {_HEADERS[kind][name].__name__}")
+    for name in _INTS[kind]:
+        if not 0 <= header[name] < 1 << 31:
+            raise WireError(f"{name}: got {header[name]}, expected 0 to 2^31 - 1")
+    for name in _FLOATS[kind]:
+        if not math.isfinite(header[name]):
+            raise WireError(f"{name}: got {header[name]}, expected a finite number")
+    if kind == KIND_SAMPLE and header["stop_reason"] not in _STOP_REASONS:
         raise WireError(
             f"stop_reason: got {header['stop_reason'][:40]!r}, expected one of {[reason.value for reason in StopReason]}"
         )
     return header
+
+
+def _oddity(header: Any, kind: int) -> str:
+    if not isinstance(header, dict):
+        return f"got {type(header).__name__}, expected a map"
+    odd = sorted(map(repr, header.keys() ^ _HEADERS[kind].keys()))[:5]
+    return f"got other keys than expected: {odd}" if odd else "its keys are in another order than expected"
 
 
 def _columns(table: list[Any], views: Sequence[memoryview]) -> dict[str, Any]:

@@ -107,6 +107,7 @@ class SocketThread:
         self._address = address
         self._keys = keys
         self._timers: list[tuple[float, Callable[[], None]]] = []
+        self._at_end: list[Callable[[], None]] = []
         watched = zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | curve.CLIENT_EVENTS
         self._monitor = None if self._routed else socket.get_monitor_socket(watched)
         self._ended = asyncio.Event()
@@ -176,6 +177,10 @@ class SocketThread:
         if len(backlog) == 1:
             self._flush(peer)
 
+    def at_end(self, command: Callable[[], None]) -> None:
+        """Have `command` carried out once the commands that are there now have been."""
+        self._at_end.append(command)
+
     def after(self, delay_s: float, command: Callable[[], None]) -> None:
         """Have `command` carried out in the thread later."""
         self._timers.append((time.monotonic() + delay_s, command))
@@ -216,6 +221,8 @@ class SocketThread:
                 self._woken = False
             while self._commands:
                 self._commands.popleft()()
+            while self._at_end:
+                self._at_end.pop()()
             if self._monitor is not None and self._monitor in ready:
                 self._note_connection(self._monitor)
             if ready.get(self._socket, 0) & zmq.POLLIN:

@@ -117,12 +117,12 @@ def test_decoded_columns_are_read_only_views_on_the_frames() -> None:
         assert any(np.shares_memory(array, np.frombuffer(frame, np.uint8)) for frame in frames)
 
 
-def test_columns_of_256_kib_and_more_travel_uncopied_in_frames_of_their_own() -> None:
-    sample = make_sample(reply=[1] * (65_536 - 3))
+def test_columns_of_64_kib_and_more_travel_uncopied_in_frames_of_their_own() -> None:
+    sample = make_sample(reply=[1] * (16_384 - 3))
     frames = wire.encode(sample, ID)
-    assert [len(frame) for frame in frames[2:]] == [1 << 18, 1 << 18]  # tokens and logprobs; the mask is 64 KiB
+    assert [len(frame) for frame in frames[2:]] == [1 << 16, 1 << 16]  # tokens and logprobs; the mask is 16 KiB
     assert np.shares_memory(sample.tokens, np.frombuffer(frames[2], np.int32))
-    smaller = wire.encode(make_sample(reply=[1] * (65_535 - 3)), ID)
+    smaller = wire.encode(make_sample(reply=[1] * (16_383 - 3)), ID)
     assert len(smaller) == 2
     for encoded in (frames, smaller):
         wire.decode(encoded, max_bytes=LIMIT)

@@ -1,0 +1,1 @@
+"""Ways to move samples from one process to another, measured alike by `benchmarks.bus`."""
