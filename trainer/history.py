@@ -17,6 +17,7 @@ from sample_bus.journal import (
     Record,
     RecordsDropped,
     RecordsGone,
+    Saved,
     StepBegan,
     StepTrained,
     TrainerBegan,
@@ -83,6 +84,8 @@ class _Fold:
         """Of covered records whose settlement has not been read yet."""
         self._closed: OrderedDict[GroupKey, DropReason] = OrderedDict()
         self._known: dict[SampleId, Known] = {}
+        self._gone: list[RecordsGone] = []
+        """Since the checkpoint."""
 
     def take(self, record: Record) -> None:
         match record:
@@ -97,7 +100,9 @@ class _Fold:
             case RecordsDropped():
                 self._dropped(record)
             case RecordsGone():
-                self._gone(record)
+                self._lost(record)
+            case Saved():
+                self._saved(record)
             case TrainerEnded(reason=EndReason.FAILED) if self._in_progress in self._steps:
                 self._steps[self._in_progress] = replace(self._steps[self._in_progress], options=None)
             case _:
@@ -147,14 +152,16 @@ class _Fold:
                 self._void_from(self._step_of.get(one))
                 self._drops[one] = reason
 
-    def _gone(self, record: RecordsGone) -> None:
-        def is_gone(one: SampleId) -> bool:
-            return one.producer == record.producer and one.epoch == record.epoch and record.first <= one.seq < record.last
+    def _lost(self, record: RecordsGone) -> None:
+        self._gone.append(record)
+        self._void_from(min((step for one, step in self._step_of.items() if _is_of(one, record)), default=None))
 
-        self._void_from(min((step for one, step in self._step_of.items() if is_gone(one)), default=None))
-        for table in (self._drops, self._known):
-            for one in [one for one in table if is_gone(one)]:
-                del table[one]
+    def _saved(self, record: Saved) -> None:
+        """The checkpoint's counts hold what was lost before it; what was lost later is to be booked again."""
+        if record.step == self._step:
+            for one in [one for one in self._known if any(_is_of(one, gone) for gone in self._gone)]:
+                del self._known[one]
+            self._gone.clear()
 
     def _void_from(self, step: int | None) -> None:
         """Steps from `step` on will not be taken again as they were."""
@@ -177,3 +184,7 @@ class _Fold:
 
 def _ids(plain: Iterable[Id]) -> tuple[SampleId, ...]:
     return tuple(SampleId(*one) for one in plain)
+
+
+def _is_of(one: SampleId, gone: RecordsGone) -> bool:
+    return one.producer == gone.producer and one.epoch == gone.epoch and gone.first <= one.seq < gone.last

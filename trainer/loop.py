@@ -48,6 +48,9 @@ log = structlog.get_logger()
 class Flushed(Protocol):
     """What must be on disk before a step is taken: the journal, and what is kept of the bus."""
 
+    @property
+    def is_blocked(self) -> bool: ...
+
     async def flush(self) -> None: ...
 
 
@@ -177,6 +180,8 @@ class TrainingLoop:
             self._board.enter(TrainerState.WAITING, f"{self._journal.path} cannot be written {when}: {self._journal.problem}")
         await self._journal.flush()
         if self._retained is not None:
+            if self._retained.is_blocked:
+                self._board.enter(TrainerState.WAITING, f"samples cannot be kept (bus.retain) {when}")
             await self._retained.flush()
 
     async def _wait_for_batch(self) -> Batch | None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from sample_bus.journal import Record, StepBegan, StepTrained, TrainerBegan, read_journal
+from sample_bus.journal import Record, Saved, StepBegan, StepTrained, TrainerBegan, read_journal
 from sample_bus.journal_writer import JournalWriter
 from sample_bus.messages import Counts
 from sample_bus.position import BusPosition
@@ -73,7 +73,9 @@ class Trainer:
         self.intake.settle_trained(batch)
 
     def save(self) -> SavedRun:
-        return SavedRun(step=self.step, position=self.consumer.position(), counts=self.intake.settled_counts())
+        saved = SavedRun(step=self.step, position=self.consumer.position(), counts=self.intake.settled_counts())
+        self.journal.write(Saved(at=0.0, step=self.step, policy_version=self.version, position=saved.position.as_plain()))
+        return saved
 
     async def rest(self) -> None:
         """Everything that was offered has been taken."""

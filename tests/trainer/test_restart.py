@@ -143,6 +143,34 @@ async def test_a_producer_with_another_stream_ends_the_plan(tmp_path: Path) -> N
         assert (counts.received, counts.trained, counts.dropped) == (12, 4, {"producer lost": 8})
 
 
+async def test_what_was_lost_is_booked_once_over_many_restarts(tmp_path: Path) -> None:
+    """Lost before the checkpoint: its counts hold it. Lost after it: every process that goes on from there books it again."""
+    streams, path = FakeStreams(), tmp_path / "log"
+    async with trainer(streams, path) as run:
+        offer_group(streams, 0, seats=(0, 1, 2), closed=(3,), size=4)
+        offer_group(streams, 1, seats=(0,))
+        await run.rest()
+    streams.lose()
+    saved, expected = SavedRun(), {"producer lost": 4}
+    for life in range(3):
+        async with trainer(streams, path, saved, incarnation=f"before {life}") as run:
+            offer_group(streams, 2 + life, epoch=2)
+            await run.rest()
+            assert run.intake.counts().dropped == expected
+            if life == 2:
+                await run.take_step()
+                saved = run.save()
+                run.consumer.commit(saved.position)
+                offer_group(streams, 5, epoch=2)
+                offer_group(streams, 6, epoch=2)
+                await run.take_step()
+                run.consumer.commit(run.consumer.position())
+    for life in range(2):
+        async with trainer(streams, path, saved, incarnation=f"after {life}") as run:
+            await run.rest()
+            assert run.intake.counts().dropped == {**expected, "lost with a trainer": 4}
+
+
 async def test_a_group_half_of_which_was_lost_with_its_stream_does_not_wait_for_ever(tmp_path: Path) -> None:
     """Seats 0 and 1 were received by a trainer that died, then the producer's disk was lost; it plays seats 2 and 3 on."""
     streams, path = FakeStreams(), tmp_path / "log"
