@@ -118,7 +118,7 @@ def _decode(path: Path) -> RejectedMessage:
             source=str(plain["source"]),
             at=float(plain.get("at", path.stat().st_mtime)),
             id=_id_of(place) if place is not None else None,
-            frames=tuple(bytes(frame) for frame in plain["frames"]),
+            frames=tuple(_bytes_of(frame) for frame in plain["frames"]),
         )
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise WireError(f"{path}: no rejected message: {type(error).__name__} {error}") from error
@@ -127,3 +127,9 @@ def _decode(path: Path) -> RejectedMessage:
 def _id_of(plain: Any) -> SampleId:
     producer, epoch, seq = plain
     return SampleId(str(producer), int(epoch), int(seq))
+
+
+def _bytes_of(frame: Any) -> bytes:
+    if not isinstance(frame, bytes):
+        raise TypeError(f"got a frame of {type(frame).__name__}, expected bytes")
+    return frame
