@@ -65,7 +65,7 @@ def settings_file(run_dir: Path) -> Path:
 def prepare(settings: Settings, *, of: Path, given: Collection[str]) -> Again:
     """Read what was recorded and decide where to begin. Makes nothing. Raises as `replay`."""
     run = load(settings_file(of), environment={})
-    if settings.run_dir.absolute() == of.absolute():
+    if settings.run_dir.resolve() == of.resolve():
         raise ConfigError(f"run_dir={settings.run_dir}: is the run's own, expected another directory for its replay")
     _refuse_another_model(run, settings)
     check_source(settings.model)

@@ -18,17 +18,18 @@ from configs.loader import dump, validate
 from configs.schema import Settings
 from sample_bus.messages import Counts
 from sample_bus.position import BusPosition
-from trainer.batch import advantages_of, metrics_row, summary_of, update_options
 from trainer.checkpoint import DIRECTORY, Part, load, save_checkpoint
 from trainer.comparison import Comparison, StepPair, VersionPair
 from trainer.errors import ReplayError
 from trainer.fsdp import FsdpPolicy
+from trainer.loop import advantages_of, options_of
 from trainer.models import prepare_model
 from trainer.policy import Policy
 from trainer.randomness import Randomness
 from trainer.recording import PublishedVersion, RecordedStep
 from trainer.replay_request import Again
 from trainer.run_state import RunState
+from trainer.step_row import metrics_row, summary_of
 from trainer.tracking import Tracker, open_tracker
 from trainer.update import train_step
 from weight_sync.arena import Arena
@@ -38,6 +39,7 @@ log = structlog.get_logger()
 
 RUN_ID = "replay"
 """Of the checkpoint at the end: no run's own, so that a run which begins from it takes its weights and no position."""
+_ON_GPU = ("a GPU adds in no fixed order: the last bits may differ from run to run",)
 
 
 def train_again(again: Again, ending: threading.Event) -> Comparison:
@@ -79,7 +81,7 @@ class _Retraining:
     def __init__(
         self, again: Again, policy: Policy, tracker: Tracker, parts: Mapping[str, Part], *, dtype: torch.dtype
     ) -> None:
-        self.comparison = Comparison(reasons=again.reasons)
+        self.comparison = Comparison(reasons=again.reasons + (_ON_GPU if torch.cuda.is_available() else ()))
         self._again = again
         self._policy = policy
         self._tracker = tracker
@@ -106,7 +108,7 @@ class _Retraining:
         settings = _in_force(self._again.settings, recorded.options, self._again.overridden)
         samples = [self._again.kept.sample(sample_id) for sample_id in recorded.samples]
         advantages = advantages_of(samples, settings.trainer)
-        report = train_step(self._policy, samples, advantages, update_options(settings.trainer))
+        report = train_step(self._policy, samples, advantages, options_of(settings.trainer))
         self._step = recorded.step
         self.comparison.steps.append(StepPair(recorded=recorded, loss=report.loss, grad_norm=report.grad_norm))
         summary = summary_of(

@@ -29,9 +29,9 @@ from sample_bus.sample import Sample, SampleId
 from tests.fakes.samples import lease
 from tests.fakes.tiny_models import TinyModel, make_tiny_model
 from tests.trainer.sequences import siblings
-from trainer.batch import advantages_of, update_options
 from trainer.checkpoint import DIRECTORY, save_checkpoint
 from trainer.fsdp import FsdpPolicy
+from trainer.loop import advantages_of, options_of
 from trainer.randomness import Randomness
 from trainer.retained import Retained, retained_dir
 from trainer.run_state import RunState
@@ -87,7 +87,7 @@ def make_run(directory: Path) -> Path:
         in_force = validate({**dump(settings), **options}).trainer
         ordered = list(samples.items())[::-1]  # as the assembler finished them
         batch = [sample for _, sample in ordered]
-        report = train_step(policy, batch, advantages_of(batch, in_force), update_options(in_force))
+        report = train_step(policy, batch, advantages_of(batch, in_force), options_of(in_force))
         records += [
             StepBegan(
                 at=0.0,

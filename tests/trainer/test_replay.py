@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import signal
 import threading
 from pathlib import Path
 
@@ -19,7 +21,7 @@ from tests.trainer.recorded_run import CHANGED_RATE, CHECKPOINT_STEP, NUM_STEPS,
 from trainer.checkpoint import find
 from trainer.comparison import report
 from trainer.errors import ReplayError
-from trainer.replay import replay
+from trainer.replay import _ending_asked, replay
 from trainer.replay_request import prepare, replay_dir
 from trainer.retained import retained_dir
 from trainer.retraining import train_again
@@ -184,3 +186,12 @@ def test_asked_to_end_it_stops_between_steps_and_says_so(run_dir: Path) -> None:
     comparison = train_again(prepare(settings, of=run_dir, given=set()), ending)
     assert not comparison.steps
     assert report(comparison).startswith("losses    identical in all 0 steps")
+
+
+def test_a_signal_asks_to_end_and_the_next_one_ends_the_process() -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    with _ending_asked() as ending:
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert ending.wait(30)
+        assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    assert signal.getsignal(signal.SIGTERM) == before

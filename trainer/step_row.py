@@ -1,6 +1,6 @@
-"""What a step makes of its samples: advantages, options, the row of metrics. Pure.
+"""What is reported of a step: its summary and its row of metrics, from the samples and the report. Pure.
 
-Invariant: the same samples under the same settings give the same step and the same row, live or trained again from a recording.
+Invariant: the same samples and the same report give the same row, live or trained again from a recording.
 """
 
 from __future__ import annotations
@@ -11,35 +11,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from configs.schema import TrainerSettings
 from sample_bus.messages import StepSummary
 from sample_bus.sample import NO_VERSION, Sample
-from trainer.advantages import group_advantages
-from trainer.policy import LossOptions, Proximal, StepReport
-from trainer.update import UpdateOptions
-
-
-def advantages_of(samples: Sequence[Sample], settings: TrainerSettings) -> npt.NDArray[np.float32]:
-    """[n] advantages relative to the samples' own groups."""
-    return group_advantages(
-        np.array([sample.reward for sample in samples], dtype=np.float32),
-        [sample.group_id for sample in samples],
-        normalize_by_std=settings.normalize_by_std,
-    )
-
-
-def update_options(settings: TrainerSettings) -> UpdateOptions:
-    """What holds for a step that is taken now."""
-    return UpdateOptions(
-        learning_rate=settings.learning_rate,
-        warmup_steps=settings.warmup_steps,
-        loss=LossOptions(
-            clip_low=settings.clip_low,
-            clip_high=settings.clip_high,
-            max_importance_weight=settings.max_importance_weight,
-            proximal=Proximal(settings.proximal),
-        ),
-    )
+from trainer.policy import StepReport
 
 
 def summary_of(
