@@ -81,6 +81,8 @@ class BusHub:
         self._own_topics: set[str] = set()
         self._answers = Answers()
         self._failure: BusError | None = None
+        self._problem = ""
+        """Why no client can be reached."""
         self._carrier = open_carrier(self._deliver)
         self._carrier.start()
         log.info("bus listens", address=self.address, run_id=run_id, incarnation=incarnation)
@@ -205,7 +207,10 @@ class BusHub:
                 case events.Crashed():
                     self._fail(BusError(f"the bus failed: {event.error}"))
                 case events.Unreachable():
+                    self._problem = event.problem
                     log.warning("the bus cannot be reached", address=self.address, problem=event.problem)
+                case events.Connected():
+                    self._problem = ""
                 case _:
                     pass
         if any(isinstance(event, events.ArrivedSample | events.ArrivedClosure | events.Malformed) for event in batch):
@@ -372,7 +377,9 @@ class BusHub:
         self._carry_out(self._clients.left(peer))
 
     def _lose(self, client: Client, reason: LossReason, silent_s: float) -> None:
-        self._losses.add(LostPeer(name=client.name, reason=reason, silent_s=silent_s, epoch=client.epoch or 0))
+        self._losses.add(
+            LostPeer(name=client.name, reason=reason, silent_s=silent_s, epoch=client.epoch or 0, problem=self._problem)
+        )
 
     def _ask_to_greet(self, peer: bytes) -> None:
         self._carrier.send(peer, Reset(), key="reset")

@@ -47,6 +47,9 @@ class LostPeer:
     """Seconds since it was last heard."""
     epoch: int = 0
     """Which life of its name it was: the epoch of its samples; 0 for a trainer."""
+    problem: str = ""
+    """Why nothing can be heard of it, where that is known: the broker between the two is gone."""
 
     def __str__(self) -> str:
-        return f"{self.name} is gone ({self.reason}), last heard {self.silent_s:.1f} s ago"
+        why = f": {self.problem}" if self.problem else ""
+        return f"{self.name} is gone ({self.reason}), last heard {self.silent_s:.1f} s ago{why}"

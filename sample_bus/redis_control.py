@@ -50,7 +50,7 @@ class ControlThread(ABC):
         self._beating: set[bytes] = set()
         self._probed: set[bytes] = set()
         self._stopping = False
-        self._is_up = False
+        self._is_up = self._has_been_up = False
         self._problem = ""
 
     # ── called in the event loop ─────────────────────────────────────────────────────────────────────────────────────
@@ -166,7 +166,7 @@ class ControlThread(ABC):
         post = Post(self._broker, self._channels())
         self._post = post
         self._came_up(post)
-        self._is_up = True
+        self._is_up = self._has_been_up = True
         self._backoff.worked()
         self._problem = ""
 
@@ -176,10 +176,13 @@ class ControlThread(ABC):
         self._disconnect()
         self._next_try = time.monotonic() + self._backoff.failed()
         self._unsent.clear()
-        problem = f"{self._broker} {'is gone' if was_up else 'cannot be used'}: {error or type(error).__name__}"
+        state = "is gone" if self._has_been_up else "cannot be used"
+        problem = f"{self._broker} {state}: {error or type(error).__name__}"
         if was_up or problem != self._problem:
             self._problem = problem
-            log.warning("redis is gone" if was_up else "redis cannot be used", server=str(self._broker), error=str(error))
+            log.warning(
+                "redis is gone" if self._has_been_up else "redis cannot be used", server=str(self._broker), error=str(error)
+            )
             self._went_down(problem)
 
     def _disconnect(self) -> None:

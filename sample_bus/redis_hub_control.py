@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 from configs.schema import BusSettings
 from sample_bus.carrier import Deliver
+from sample_bus.events import Connected, Unreachable
 from sample_bus.frames import Control, Heartbeat, Hello, Reset, encode_control
 from sample_bus.redis_control import ControlThread
 from sample_bus.redis_keys import RunKeys, letter
@@ -34,8 +35,10 @@ class HubControl(ControlThread):
     def _came_up(self, post: Post) -> None:
         self._lock.renew(post.publishing)
         post.publish([(self._keys.all_channel, letter(self._me, _RESET))])
+        self._io.emit(Connected())
 
     def _went_down(self, problem: str) -> None:
+        self._io.emit(Unreachable(problem=problem))
         for peer in list(self._beating):
             self._unheard(peer)
 

@@ -94,7 +94,7 @@ class RunLock:
         self._value = self._me.packed()
 
     def acquire(self, wire: Wire, given_up: threading.Event) -> None:
-        """Take the lock; waits, at most until it expires, for a holder that is gone but cannot be looked at, or until `given_up`.
+        """Take the lock; waits, at most until it expires or `given_up`, for a holder that is gone but cannot be looked at.
 
         Raises AddressInUse, what is in `redis_wire.GONE`, redis.ResponseError.
         """

@@ -71,10 +71,11 @@ class TrainerWatch:
     def silent(self, silent_s: float) -> None:
         """Nothing was heard for the heartbeat timeout."""
         log.warning("trainer lost", address=self._address, silent_s=round(silent_s, 1), on_lost=self._bus.on_lost)
-        self._lost = LostPeer(name="trainer", reason=LossReason.SILENT, silent_s=silent_s)
+        self._lost = LostPeer(name="trainer", reason=LossReason.SILENT, silent_s=silent_s, problem=self._problem)
         self.expect()
         if self._bus.on_lost == "fail":
-            self._unusable = PeerLost(f"the trainer at {self._address} has been silent for {silent_s:.1f} s")
+            why = f": {self._problem}" if self._problem else ""
+            self._unusable = PeerLost(f"the trainer at {self._address} has been silent for {silent_s:.1f} s{why}")
         self._become(PeerState.LOST)
         if self._unusable is not None:
             self._end_waits(self._unusable)
