@@ -80,12 +80,15 @@ class RecordLog:
         os.fdatasync(self._file)
 
     def renew(self, path: Path) -> None:
-        """Forget all records and go on as `path`; the file's bytes stay where they are. Raises OSError."""
+        """Forget all records and go on as `path`; the file's bytes stay where they are. Raises OSError.
+
+        First the name: a death in between must not leave the old name on a log without its records.
+        """
+        self.path.rename(path)
+        self.path = path
         self._seed = int.from_bytes(os.urandom(_SEED.size), "little")
         os.pwrite(self._file, MAGIC_RENEWED + _SEED.pack(self._seed), 0)
         self._end = len(MAGIC_RENEWED) + _SEED.size
-        self.path.rename(path)
-        self.path = path
 
     def close(self) -> None:
         os.close(self._file)
@@ -107,17 +110,17 @@ class RecordLog:
 
     def _recover(self) -> int:
         size = os.fstat(self._file).st_size
-        if size < len(MAGIC):
+        is_renewed = os.pread(self._file, len(MAGIC_RENEWED), 0) == MAGIC_RENEWED
+        if size < len(MAGIC) + (_SEED.size if is_renewed else 0):
             os.ftruncate(self._file, 0)
             os.pwrite(self._file, MAGIC, 0)
             return len(MAGIC)
         with self.path.open("rb") as file:
             self._seed = _read_header(file, self.path)
             end = file.tell()
-        renewed = end > len(MAGIC)
         for offset, payload in read_records(self.path):
             end = offset + HEAD_BYTES + len(payload)
-        if end < size and not renewed:
+        if end < size and not is_renewed:
             log.warning("torn record cut off", path=str(self.path), at_bytes=end, num_bytes=size - end)
             os.ftruncate(self._file, end)
         return end
