@@ -191,6 +191,7 @@ class TrainerDaemon:
                 counts=standing.counts.model_dump(mode="json"),
             )
         )
+        self._tell_what_was_set_otherwise()
         await self._hub.publish("settings", self._settings_state())
         await self._board.flush()
         end = EndOfRun(reason=EndReason.STOPPED, message=_STOPPED_AT_ONCE)
@@ -331,6 +332,18 @@ class TrainerDaemon:
         return SettingsChanged(
             revision=self._live.revision, changes=tuple(SettingChange(**asdict(change)) for change in changes)
         )
+
+    def _tell_what_was_set_otherwise(self) -> None:
+        """Live changes end with the process that took them: whoever restarts it is told which."""
+        values = self._live.values()
+        for key, value in self._standing.history.options.items():
+            if key in values and values[key] != value:
+                log.warning(
+                    "a setting had another value when the run was left: it holds for the steps that are taken again only",
+                    key=key,
+                    then=value,
+                    now=values[key],
+                )
 
     def _settings_state(self) -> LiveSettingsState:
         return LiveSettingsState(

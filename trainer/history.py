@@ -62,6 +62,8 @@ class History:
     closed_groups: Mapping[GroupKey, DropReason] = field(default_factory=dict)
     """The newest groups that the position covers, and what is said to whatever still comes for them."""
     known: Mapping[SampleId, Known] = field(default_factory=dict)
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """Live settings of the newest step that was begun, by dotted key."""
 
 
 def history_of(records: Iterable[Record], *, step: int, position: BusPosition) -> History:
@@ -84,6 +86,7 @@ class _Fold:
         """Of covered records whose settlement has not been read yet."""
         self._closed: OrderedDict[GroupKey, DropReason] = OrderedDict()
         self._known: dict[SampleId, Known] = {}
+        self._options: Mapping[str, Any] = {}
         self._gone: list[RecordsGone] = []
         """Since the checkpoint."""
 
@@ -114,7 +117,9 @@ class _Fold:
             if any(self._is_covered(one) for one in planned.ids):
                 break
             steps.append(planned)
-        return History(steps=tuple(steps), drops=self._drops, closed_groups=self._closed, known=self._known)
+        return History(
+            steps=tuple(steps), drops=self._drops, closed_groups=self._closed, known=self._known, options=self._options
+        )
 
     def _queued(self, record: Queued) -> None:
         one, key = SampleId(*record.id), (record.id[0], record.group_id)
@@ -124,6 +129,7 @@ class _Fold:
             self._known[one] = Known(key=key, closed=bool(record.closed))
 
     def _began(self, record: StepBegan) -> None:
+        self._options = record.options
         samples, closures = _ids(record.samples), _ids(record.closures)
         for one in (*samples, *closures):
             self._close(one, DropReason.DUPLICATE_SEAT)

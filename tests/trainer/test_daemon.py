@@ -106,8 +106,10 @@ async def test_a_drained_run_goes_on_where_it_was_and_trains_what_was_queued(tmp
     assert len({path.name for path in (broken / "journal").iterdir()}) == 1
 
 
-async def test_a_stopped_run_takes_the_same_steps_again_with_the_recorded_settings(tmp_path: Path) -> None:
-    """Steps 3 and 4 were taken after the checkpoint, under a learning rate that was changed live."""
+async def test_a_stopped_run_takes_the_same_steps_again_with_the_recorded_settings(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Step 3 was taken after the checkpoint, under a learning rate that was changed live."""
     settings = settings_for(tmp_path, **{"checkpoint.every_steps": 2, "checkpoint.resume": "auto", "num_steps": 5})
     async with daemon(settings) as task, rollouter(settings) as link:
         await _offer(link, 0, 1, 2, 3)
@@ -129,6 +131,7 @@ async def test_a_stopped_run_takes_the_same_steps_again_with_the_recorded_settin
     assert trained == [(1, False), (2, False), (3, False), (3, True), (4, False), (5, False)]
     rates = [record.options["trainer.learning_rate"] for record in journal(tmp_path, StepBegan)]
     assert rates == [1e-3, 1e-3, 5e-3, 5e-3, 1e-3, 1e-3]
+    assert "a setting had another value when the run was left" in capsys.readouterr().out
 
 
 async def test_a_checkpoint_that_cannot_be_written_is_told_and_nothing_is_committed(

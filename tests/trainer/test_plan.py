@@ -66,7 +66,8 @@ def test_a_loss_that_no_step_needs_changes_nothing() -> None:
 def test_every_record_comes_out_of_the_plan_exactly_once(
     steps: list[list[int]], dropped: set[int], arrivals: list[int], losses: list[tuple[int, int, int]]
 ) -> None:
-    planned, used = [], set(dropped)
+    planned: list[PlannedStep] = []
+    used = set(dropped)
     for seqs in steps:
         fresh = [seq for seq in dict.fromkeys(seqs) if seq not in used]
         used.update(fresh)
@@ -75,7 +76,7 @@ def test_every_record_comes_out_of_the_plan_exactly_once(
     plan = ReplayPlan(History(steps=tuple(planned), drops={_id(seq): DropReason.STALE for seq in dropped}))
     lost: set[int] = set()
     out: list[int] = []
-    arrived = []
+    arrived: list[int] = []
     for moment, seq in enumerate(arrivals):
         for at, first, length in losses:
             if at == moment:
