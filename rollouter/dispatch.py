@@ -82,6 +82,11 @@ class Dispatcher:
         """Why no group starts at the moment."""
         cockpit.on_end, cockpit.on_refill, cockpit.on_lost_group = self._landed, self._refilled, self._lose_group
 
+    @property
+    def is_idle(self) -> bool:
+        """Nothing is in flight and nothing is timed."""
+        return not self._flights and not self._deadlines
+
     def wake(self) -> None:
         """Something that a decision reads has changed."""
         self._wake.set()
@@ -100,7 +105,7 @@ class Dispatcher:
                     while self._rejections:
                         self._void(self._rejections.pop(0), rollouts)
                     self._admit_all(rollouts)
-                    if self._situation.draining and not self._flights:
+                    if self._situation.draining and self.is_idle:
                         log.info("drained", **self._books.counts().model_dump(exclude={"failed"}))
                         return
                     await self._wake.wait()

@@ -48,6 +48,7 @@ class FakeProducer:
         """Raised by every offer from now on."""
         self.before_return: asyncio.Event | None = None
         """An offer whose record is stored returns only when this is set."""
+        self.resumption = stream.resumption()
         self._waiting = 0
         self._room = asyncio.Condition()
         self._rejections: asyncio.Queue[Rejection] = asyncio.Queue()
@@ -64,6 +65,9 @@ class FakeProducer:
         for seq in range(max(first, self.stream.committed), len(self.stream.records)):
             await asyncio.sleep(0)
             yield SampleId(self.name, self.stream.epoch, seq), self.stream.records[seq]
+
+    async def resumptions(self) -> AsyncIterator[Resumption]:
+        yield self.resumption
 
     async def rejections(self) -> AsyncIterator[Rejection]:
         while True:
