@@ -11,8 +11,10 @@ from typing import Any
 
 import orjson
 
+from configs.errors import ConfigError
 from console.errors import NoRun
 from console.journals import Journals
+from console.run_dirs import address_of, is_live
 from console.story import Event, Story, matching
 from sample_bus.books import Books, Place, Reading
 from sample_bus.issued import Rollout
@@ -55,7 +57,7 @@ def books_line(run_dir: Path) -> str | None:
 def books_as_text(journals: Journals, books: Books) -> str:
     rows = [
         ("run", f"{journals.run_dir}, id {journals.run_id}"),
-        ("trainer", f"ended, {books.end}" if books.end is not None else "has not said that it ended"),
+        ("trainer", _trainer(journals.run_dir, books)),
         ("issued", f"{books.issued} rollouts"),
         ("trained", f"{books.trained} by {books.step} steps, newest version {books.policy_version}"),
         ("dropped", by_reason(books.dropped, "by the trainer")),
@@ -83,6 +85,17 @@ def books_as_json(journals: Journals, books: Books) -> dict[str, Any]:
         "closes": books.closes,
         "line": books.line(),
     }
+
+
+def _trainer(run_dir: Path, books: Books) -> str:
+    if books.end is not None:
+        return f"ended, {books.end}"
+    if not books.trainers:
+        return "has not begun"
+    try:
+        return "goes on" if is_live(address_of(run_dir)) else "does not answer, and has not said that it ended"
+    except ConfigError as error:
+        return f"has not said that it ended ({error})"
 
 
 def _restarts(books: Books) -> str:

@@ -23,6 +23,7 @@ from sample_bus.journal import (
     TrainerBegan,
     TrainerEnded,
     TrainerRecord,
+    VersionPublished,
 )
 from sample_bus.position import BusPosition
 from sample_bus.sample import SampleId
@@ -97,6 +98,7 @@ class Settlements:
         self.step = 0
         """Newest trained step that stands."""
         self.policy_version = 0
+        """Newest published version."""
         self.ended: TrainerEnded | None = None
         """How the newest process ended; None while it runs, and when it was killed."""
         self.problems = Problems([])
@@ -120,12 +122,12 @@ class Settlements:
                 self._drop(record)
             case RecordsGone():
                 self._gone.append(record)
+            case VersionPublished():
+                self.policy_version = record.policy_version
             case Saved():
                 self.position = BusPosition.from_plain(record.position)
             case TrainerEnded():
                 self._end(record)
-            case _:
-                pass
 
     def outcome(self, sample_id: SampleId) -> Outcome | None:
         """What became of the record; None when no trainer of the standing line has seen it."""
@@ -185,7 +187,7 @@ class Settlements:
                 self.outcomes[sample_id] = Outcome(Fate.TAKEN, record.step)
 
     def _train(self, record: StepTrained) -> None:
-        self.step, self.policy_version = record.step, record.policy_version
+        self.step = record.step
         began = self._began.get(record.step)
         if began is None:
             self.problems.add(f"step {record.step} was trained, and nothing says on which samples")

@@ -17,66 +17,18 @@ from console.ledger import books_line
 from sample_bus.books import Copies
 from sample_bus.journal import (
     LATE_RESULT,
-    ROLLOUTER_FILE,
     TRAINER_FILE,
     AttemptFailed,
     RecordsGone,
     SampleOffered,
     StepBegan,
     VersionPublished,
-    encode_record,
     journal_dir,
 )
 from sample_bus.quarantine import Quarantine
-from sample_bus.record_log import RecordLog
 from sample_bus.sample import SampleId
-from sample_bus.spool import Spool
+from tests.console.run_files import RUN_ID, some_steps, write_run
 from tests.sample_bus.lives import GROUP_SIZE, PRODUCER, Lives
-
-RUN_ID = "0a1b2c3d"
-
-
-def write_run(lives: Lives, run_dir: Path) -> Path:
-    """The journals and the spool that both daemons would have left, as real files."""
-    run_dir.mkdir(parents=True, exist_ok=True)
-    (run_dir / "run_id").write_text(RUN_ID + "\n")
-    for name, records in ((ROLLOUTER_FILE, lives.rollouter_log), (TRAINER_FILE, lives.trainer_log)):
-        journal = RecordLog(journal_dir(run_dir, RUN_ID) / name)
-        for record in records:
-            journal.append(encode_record(record))
-        journal.close()
-    directory = run_dir / "spool" / RUN_ID / PRODUCER
-    directory.mkdir(parents=True)
-    (directory / "state").write_bytes(b"%020d %020d\n" % (lives.epoch, lives.first))
-    spool = Spool(directory)
-    for kept in lives.kept:
-        spool.append(kept.id.seq, [b"frames"])
-    spool.close()
-    return run_dir
-
-
-def some_steps() -> Lives:
-    """Four groups: two trained and saved, one trained after that, one on its way; a seat of a fifth was given up."""
-    lives = Lives(every_steps=2, repeats_began=True)
-    lives.start_rollouter()
-    lives.start_trainer()
-    for _ in range(4):
-        lives.admit()
-        for _ in range(GROUP_SIZE):
-            lives.offer()
-            lives.note_offer()
-    for number in range(3):
-        for _ in range(GROUP_SIZE):
-            lives.receive()
-        lives.begin_step()
-        lives.finish_step()
-        if number == 1:
-            lives.save()
-    lives.admit()
-    lives.fail_attempt()
-    lives.close_seat()
-    lives.note_offer()
-    return lives
 
 
 def test_a_run_in_order_closes_and_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -85,7 +37,7 @@ def test_a_run_in_order_closes_and_says_so(tmp_path: Path, capsys: pytest.Captur
     out = capsys.readouterr().out
     for expected in (
         f"id {RUN_ID}",
-        "has not said that it ended",
+        "does not answer, and has not said that it ended",
         "6 by 3 steps",
         "10 issued = 6 trained + 0 dropped + 1 failed (timeout 1) + 0 queued + 2 on the way + 1 in flight",
         "the ledger closes: no rollout is lost, none was trained twice",

@@ -289,7 +289,9 @@ def test_the_ledger_closes_while_the_run_goes_on_and_after_it_was_stopped(
     for number in range(3, 9):
         up.wait_for(f'"step":{number}', "trainer")
         assert main(["ledger", "--run-dir", str(up.run_dir)]) == 0, capsys.readouterr().out
-        assert "the ledger closes" in capsys.readouterr().out
+        shown = capsys.readouterr().out
+        assert "the ledger closes" in shown
+        assert "goes on" in shown
     assert main(["ledger", "--sample", "g0", "--run-dir", str(up.run_dir)]) == 0
     assert "rollout g0/0: trained" in capsys.readouterr().out
     assert main(["status", "--run-dir", str(up.run_dir), "--timeout-s", "60"]) == 0

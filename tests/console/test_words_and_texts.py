@@ -9,17 +9,23 @@ from rich.console import Console
 
 from console.picture import Picture
 from console.plain import PlainDisplay
+from console.status import State, state_as_json, state_as_text
+from console.summary import Files, summary
 from console.view import render
 from console.words import awaited, duration, number, shares_text
 from sample_bus.messages import (
+    Counts,
     EndOfRun,
     EndReason,
     LiveSettingsState,
+    RolloutCounts,
     RollouterState,
     TimeShares,
     TrainerState,
 )
 from tests.console.builders import evaluation, picture, rollouter, step, trainer
+from tests.console.run_files import RUN_ID, some_steps, write_run
+from tests.fakes.fake_control import FakeControl
 
 
 def _running() -> Picture:
@@ -132,8 +138,6 @@ def test_plain_output_says_what_is_waited_for_when_nothing_comes() -> None:
 
 
 def test_the_summary_tells_the_climb_the_books_and_the_files(tmp_path: Path) -> None:
-    from console.summary import Files, summary
-
     run = _running()
     run.see_trainer(trainer(evaluations=(evaluation(0, 0.36), evaluation(10, 0.91))), 1030.0)
     run.end = EndOfRun(reason=EndReason.FINISHED)
@@ -155,8 +159,48 @@ def test_the_summary_tells_the_climb_the_books_and_the_files(tmp_path: Path) -> 
 
 
 def test_a_summary_of_a_run_that_never_trained_is_still_a_summary(tmp_path: Path) -> None:
-    from console.summary import Files, summary
-
     text = summary(picture(), Files(run_dir=tmp_path, png=None), headline="headrace demo: stopped by Ctrl-C", now=905.0)
     assert "0 of 10" in text
     assert "learning curve" not in text
+
+
+async def test_the_status_tells_what_happens_beside_the_rule() -> None:
+    """Closed seats, refunds, late results, repeats, rejected messages, tasks in quarantine, and the size of the spool."""
+    hub = FakeControl()
+    counts = Counts(
+        received=80,
+        trained=64,
+        dropped={"stale": 3, "duplicate seat": 1},
+        queued=12,
+        closed=5,
+        refunded=8,
+        late_results=1,
+        duplicates=7,
+        rejected=2,
+    )
+    rollouts = RolloutCounts(
+        admitted=101, offered=80, failed={"timeout": 5}, retried=9, in_flight=16, quarantined_tasks=2, late_results=4
+    )
+    await hub.publish("trainer", trainer(counts=counts, state=TrainerState.WAITING, detail="groups 1 of 2"))
+    await hub.publish("rollouter", rollouter(counts=rollouts, state=RollouterState.AT_LIMIT, detail="0.5 periods ahead"))
+    state = State("ipc:///x", hub, spool_bytes=12345)
+    text = state_as_text(state, now=1000.0)
+    for expected in (
+        "4 dropped (duplicate seat 1, stale 3)",
+        "closed seats 5, given back to admission 8, late results 1, came again and refused 7, rejected 2",
+        "offered 80, 5 failed (timeout 5), retried 9",
+        "late results refused 4, tasks in quarantine 2",
+        "12,345 bytes of records until a checkpoint covers them",
+        "trainer: groups 1 of 2; rollouter: 0.5 periods ahead",
+        "101 issued = 64 trained + 4 dropped (duplicate seat 1, stale 3) + 5 failed (timeout 5) + 12 queued + 16 in flight",
+    ):
+        assert expected in text, text
+    assert state_as_json(state)["spool_bytes"] == 12345
+
+
+def test_the_summary_of_a_run_with_journals_takes_the_ledger_from_them(tmp_path: Path) -> None:
+    write_run(some_steps(), tmp_path)
+    text = summary(_running(), Files(run_dir=tmp_path, png=None), headline="x", now=1031.0)
+    assert "10 issued = 6 trained + 0 dropped + 1 failed (timeout 1) + 0 queued + 2 on the way + 1 in flight" in text
+    (tmp_path / "journal" / RUN_ID / "trainer.log").write_bytes(b"no journal at all")
+    assert "the journals cannot be read" in summary(_running(), Files(run_dir=tmp_path, png=None), headline="x", now=1031.0)
