@@ -154,10 +154,11 @@ async def test_nobody_there_is_an_error_that_names_the_wait(place: Place) -> Non
 
 async def test_second_rollouter_of_the_same_name_is_refused_while_the_first_lives(place: Place) -> None:
     elsewhere = place.spool_dir.with_name("other-spool")
-    async with place.hub(), place.link() as link, place.link(spool_dir=elsewhere) as second:
+    async with place.hub(), place.link() as link:
         await soon(link.wait_connected(30))
-        with pytest.raises(Refused, match="rollouter"):
-            await soon(second.wait_connected(30))
+        async with place.link(spool_dir=elsewhere) as second:
+            with pytest.raises(Refused, match="rollouter"):
+                await soon(second.wait_connected(30))
         await soon(link.offer(sample(0)))
 
 
