@@ -21,6 +21,7 @@ GROUP = "trainer"
 CONSUMER = "trainer"
 FIELD = b"f"
 _MAX_PART = (1 << 64) - 1
+_MAX_ID_BYTES = 41
 
 Buffer = bytes | memoryview
 
@@ -56,7 +57,8 @@ def entry_id(epoch: int, seq: int) -> str:
 def place_of(entry: bytes) -> tuple[int, int]:
     """(epoch, seq) of an entry's id; seq is -1 in the id of a stream that never had one. Raises WireError."""
     epoch, _, number = entry.partition(b"-")
-    if not (epoch.isdigit() and number.isdigit() and int(epoch) <= _MAX_PART and int(number) <= _MAX_PART):
+    is_id = len(entry) <= _MAX_ID_BYTES and epoch.isdigit() and number.isdigit()
+    if not (is_id and int(epoch) <= _MAX_PART and int(number) <= _MAX_PART):
         raise WireError(f"entry id: got {entry[:60]!r}, expected EPOCH-NUMBER")
     return int(epoch), int(number) - 1
 

@@ -20,6 +20,7 @@ from sample_bus.journal import Record, encode_record
 from sample_bus.packing import pack
 from sample_bus.quarantine import Quarantine
 from sample_bus.record_log import MAGIC
+from sample_bus.redis_keys import letter
 from sample_bus.sample import SampleId
 from tests.fakes.samples import make_sample
 from tests.fuzz.targets import BODIES, LARGE, record
@@ -54,6 +55,11 @@ def seeds() -> dict[str, list[bytes]]:
         ],
         "body": [bytes([number]) + pack(_body(kind)) for number, kind in enumerate(BODIES)],
         "plain": [pack({"a": [1, -2.5, None, True, "text", b"bytes", {"b": []}]}), pack(list(range(200)))],
+        "broker": [
+            letter(b"client-1", b"\x91\x09"),
+            b"\xff".join([b"17-3", b"f0", b"HDR1", b"f1", b"body"]),
+            b"9" * 5000 + b"-1",
+        ],
         "door": [b"\xff".join([b"1.0", b"7", DOMAIN, b"10.0.0.5", b"", b"CURVE", bytes(32)])],
         "journal_record": records,
         "record_log": [MAGIC, whole, MAGIC[:4], whole[:-9]],

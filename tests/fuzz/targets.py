@@ -11,6 +11,7 @@ import os
 import struct
 import tempfile
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,6 +28,7 @@ from sample_bus.key_file import read_secret
 from sample_bus.packing import pack, unpack
 from sample_bus.quarantine import rejected_messages
 from sample_bus.record_log import MAGIC, RecordLog, read_records
+from sample_bus.redis_keys import frames_of, letter, place_of, read_letter
 from sample_bus.spool import Spool, kept
 from sample_bus.topics import decode_body
 
@@ -100,6 +102,18 @@ def body(data: bytes) -> None:
 
 def plain(data: bytes) -> None:
     unpack(pack(unpack(data, "plain")), "plain")
+
+
+def broker(data: bytes) -> None:
+    """What a Redis server hands over: a published message, or an entry's id and fields, apart by 0xff."""
+    sender, frame = b"", b""
+    with suppress(WireError):
+        sender, frame = read_letter(data)
+    if sender and read_letter(letter(sender, frame)) != (sender, frame):
+        raise AssertionError(f"a letter of {sender!r} comes back as another one")
+    place, *fields = data.split(b"\xff")
+    place_of(place)
+    wire.decode(frames_of(fields), max_bytes=MAX_SAMPLE_BYTES)
 
 
 def door(data: bytes) -> None:
@@ -208,6 +222,7 @@ TARGETS = tuple(
         control,
         body,
         plain,
+        broker,
         door,
         journal_record,
         record_log,
