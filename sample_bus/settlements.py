@@ -155,12 +155,22 @@ class Settlements:
         covered = _Cover(self.position)
         standing: dict[SampleId, Outcome] = {}
         for sample_id, outcome in self.outcomes.items():
-            is_sample = not self.seats[sample_id].closed
+            if outcome.fate is Fate.TAKEN and covered(sample_id):  # the process died between saving and noting the step
+                outcome = Outcome(Fate.TRAINED, outcome.step)
+            is_in_weights = outcome.fate is Fate.TRAINED and outcome.step <= record.step
             if covered(sample_id):
-                if outcome.fate is Fate.TAKEN:  # the process died between saving and noting the step
-                    outcome = Outcome(Fate.TRAINED, outcome.step)
                 standing[sample_id] = outcome
-            elif outcome.fate is Fate.TRAINED and is_sample:
+                if outcome.fate is Fate.TRAINED and not is_in_weights:
+                    self.problems.add(
+                        f"{self._of(sample_id)} was {in_words(outcome)}; the checkpoint of step {record.step} covers it "
+                        "and does not hold its effect"
+                    )
+            elif is_in_weights:
+                self.problems.add(
+                    f"{self._of(sample_id)} was {in_words(outcome)}; the checkpoint of step {record.step} holds its effect "
+                    "and does not cover it"
+                )
+            elif outcome.fate is Fate.TRAINED and not self.seats[sample_id].closed:
                 self.num_rolled_back += 1
         self.outcomes = standing
         self._compare("trained", record.counts, sum(1 for _ in self.samples(Fate.TRAINED)), "the checkpoint it began from")
@@ -215,7 +225,9 @@ class Settlements:
     def _end(self, record: TrainerEnded) -> None:
         self.ended = record
         dropped = Counter(outcome.reason for _, outcome in self.samples(Fate.DROPPED))
+        queued = sum(1 for fate in (Fate.QUEUED, Fate.TAKEN) for _ in self.samples(fate))
         self._compare("trained", record.counts, sum(1 for _ in self.samples(Fate.TRAINED)), "its end")
+        self._compare("queued", record.counts, queued, "its end")
         told = record.counts.get("dropped", {})
         for reason in sorted(dropped.keys() | told.keys() - {LOST_WITH_TRAINER}):  # ranges: no id of it stands in the journal
             self._compare(reason, told, dropped[reason], "its end")

@@ -286,7 +286,8 @@ class Lives:
     def end_trainer(self) -> None:
         assert self.trainer is not None
         dropped = Counter(reason for one, reason in self.trainer.dropped.items() if not self.records[one].closed)
-        counts = {"trained": len(self.trainer.trained), "dropped": dict(dropped)}
+        queued = sum(not one.closed for one in (*self.trainer.queue, *(self.trainer.taking or ())))
+        counts = {"trained": len(self.trainer.trained), "dropped": dict(dropped), "queued": queued}
         self.trainer_log.append(TrainerEnded(at=AT, reason="finished", message="", counts=counts))
 
     def receive(self) -> None:

@@ -20,6 +20,7 @@ from sample_bus.journal import (
     SampleOffered,
     StepBegan,
     StepTrained,
+    TrainerBegan,
     TrainerEnded,
     TrainerRecord,
     encode_record,
@@ -162,6 +163,24 @@ def _trained_from_nowhere(lives: Lives) -> None:
     )
 
 
+def _checkpoint_of_other_weights(lives: Lives) -> None:
+    """The position of step 2 was stored with the weights of step 1."""
+    lives.kill_trainer()
+    lives.start_trainer()
+    began = lives.trainer_log.pop()
+    assert isinstance(began, TrainerBegan)
+    lives.trainer_log.append(replace(began, step=1))
+
+
+def _position_of_another_checkpoint(lives: Lives) -> None:
+    """The weights of step 2 were stored with the position of the beginning."""
+    lives.kill_trainer()
+    lives.start_trainer()
+    began = lives.trainer_log.pop()
+    assert isinstance(began, TrainerBegan)
+    lives.trainer_log.append(replace(began, position=[]))
+
+
 def _never_admitted(lives: Lives) -> None:
     del lives.rollouter_log[1]
 
@@ -192,6 +211,8 @@ def _trained_under_two_records(lives: Lives) -> None:
         (_offered_and_vanished, "keeps no copy (none from 7 on)"),
         (_freed_too_early, "freed its copy"),
         (_trained_from_nowhere, "rollouter/1/777 was taken by step 9, and nobody received it"),
+        (_checkpoint_of_other_weights, "the checkpoint of step 1 covers it and does not hold its effect"),
+        (_position_of_another_checkpoint, "the checkpoint of step 2 holds its effect and does not cover it"),
         (_never_admitted, "never admitted"),
         (_admitted_twice, "admitted twice"),
         (_trained_under_two_records, "rollout g0/0 was trained twice: records rollouter/1/0, rollouter/1/8"),
