@@ -59,6 +59,11 @@ async def _until(desk: Desk, holds: Any) -> None:
             await asyncio.sleep(0.001)
 
 
+async def _noted(desk: Desk, count: int) -> None:
+    """So many records are in the stream and stand in the journal."""
+    await _until(desk, lambda: desk.books.num_recorded == len(desk.producer.stream.records) == count)
+
+
 def _erratic(chance: random.Random, share: float) -> Any:
     """Requests take a random short while, and a share of them fails."""
 
@@ -163,11 +168,11 @@ async def test_group_deadline_gives_the_stuck_seat_up_and_no_restart_wedges_agai
     stream, loop = Stream(), _OneHangs()
     async with open_desk(settings, FakeProducer(stream), await engine_at(0), loop=loop, num_samples_needed=4) as desk:
         desk.start()
-        await _until(desk, lambda: len(stream.records) == 3)
+        await _noted(desk, 3)
         await desk.cut_off()
     async with open_desk(settings, FakeProducer(stream), await engine_at(0), loop=loop, num_samples_needed=4) as desk:
         desk.start()
-        await _until(desk, lambda: len(stream.records) == 4)
+        await _noted(desk, 4)
         desk.drain()
         await desk.ended()
     (closed,) = _closed(stream)
@@ -189,7 +194,7 @@ async def test_dropped_group_takes_its_siblings_with_it_at_once(tmp_path: Path) 
     engine.before_reply = before_reply
     async with open_desk(settings, FakeProducer(stream), engine, num_samples_needed=4) as desk:
         desk.start()
-        await _until(desk, lambda: len(stream.records) == 4)
+        await _noted(desk, 4)
         assert engine.num_running == 0
     reasons = {record.seat: record.reason for record in _closed(stream)}
     assert reasons == {0: "siblings failed", 1: "siblings failed", 2: "engine unavailable", 3: "siblings failed"} or (
@@ -210,7 +215,7 @@ async def test_siblings_are_spared_in_vain_work_when_too_few_can_survive(tmp_pat
     engine.before_reply = before_reply
     async with open_desk(settings, FakeProducer(stream), engine, num_samples_needed=4) as desk:
         desk.start()
-        await _until(desk, lambda: len(stream.records) == 4)
+        await _noted(desk, 4)
     assert Counter(record.reason for record in _closed(stream)) == {"agent loop failed": 2, "siblings failed": 2}
 
 
@@ -222,7 +227,7 @@ async def test_refill_fills_the_seat_with_a_fresh_rollout(tmp_path: Path) -> Non
     stream, loop, engine = Stream(), _OneHangs(times=2), await engine_at(0)
     async with open_desk(settings, FakeProducer(stream), engine, loop=loop, num_samples_needed=4) as desk:
         desk.start()
-        await _until(desk, lambda: len(stream.records) == 4)
+        await _noted(desk, 4)
         assert (desk.books.counts().retried, desk.books.counts().offered) == (2, 4)
     attempts = {record.seat: record.attempt for record in stream.records}
     assert attempts == {0: 0, 1: 2, 2: 0, 3: 0}
@@ -237,7 +242,7 @@ async def test_seat_that_no_rollout_fills_is_closed_after_so_many_and_its_task_q
     stream, loop = Stream(), _OneHangs()
     async with open_desk(settings, FakeProducer(stream), await engine_at(0), loop=loop, num_samples_needed=4) as desk:
         desk.start()
-        await _until(desk, lambda: len(stream.records) == 4)
+        await _noted(desk, 4)
         assert desk.books.counts().quarantined_tasks == 1
     (closed,) = _closed(stream)
     assert (closed.seat, closed.attempt, closed.reason) == (1, 2, "group deadline")
@@ -251,11 +256,11 @@ async def test_record_that_the_trainers_end_refuses_closes_its_seat(tmp_path: Pa
     producer = FakeProducer(stream)
     async with open_desk(settings, producer, await engine_at(0), num_samples_needed=8) as desk:
         desk.start()
-        await _until(desk, lambda: len(stream.records) == 8)
+        await _noted(desk, 8)
         refused = stream.records[5]
         rejection = producer.reject(5, "behavior_logprobs[3]: got nan")
         desk.run.dispatcher.take_rejection(rejection)
-        await _until(desk, lambda: len(stream.records) == 9)
+        await _noted(desk, 9)
         desk.run.dispatcher.take_rejection(rejection)  # told again: it is not the seat's record any more
         desk.drain()
         await desk.ended()
@@ -274,7 +279,7 @@ async def test_refused_closed_seat_stops_the_run(tmp_path: Path) -> None:
     producer = FakeProducer(stream)
     async with open_desk(settings, producer, await engine_at(0), loop=_OneHangs(), num_samples_needed=4) as desk:
         desk.start()
-        await _until(desk, lambda: len(stream.records) == 4)
+        await _noted(desk, 4)
         desk.run.dispatcher.take_rejection(producer.reject(3, "reason: got ''"))
         with pytest.raises(ExceptionGroup) as raised:
             await desk.ended()
@@ -340,7 +345,7 @@ async def test_other_data_than_the_runs_is_refused(tmp_path: Path) -> None:
     stream = Stream()
     async with open_desk(settings, FakeProducer(stream), await engine_at(0), num_samples_needed=8) as desk:
         desk.start()
-        await _until(desk, lambda: len(stream.records) == 8)
+        await _noted(desk, 8)
     rows = [Row(prompt="1+1=", ground_truth="2", data_source="d")]
     with pytest.raises(DataError, match=r"data changed: got tasks with fingerprint \w+, expected \w+, over which 2 tasks were"):
         async with open_desk(settings, FakeProducer(stream), await engine_at(0), rows=rows):
@@ -352,12 +357,12 @@ async def test_groups_whose_journal_is_lost_are_finished_from_their_records(tmp_
     stream, loop = Stream(), _OneHangs(times=1)
     async with open_desk(settings, FakeProducer(stream), await engine_at(0), loop=loop, num_samples_needed=4) as desk:
         desk.start()
-        await _until(desk, lambda: len(stream.records) == 3)
+        await _noted(desk, 3)
     (tmp_path / "journal" / "run-1" / "rollouter.log").unlink()
     async with open_desk(settings, FakeProducer(stream), await engine_at(0), loop=loop, num_samples_needed=8) as desk:
         assert desk.admission.outstanding == 4
         desk.start()
-        await _until(desk, lambda: len(stream.records) == 8)
+        await _noted(desk, 8)
         assert desk.books.counts().admitted == 8
     assert set(_seats(stream).values()) == {1}
     assert set(Counter(record.group_id for record in stream.records).values()) == {4}
@@ -369,12 +374,12 @@ async def test_new_stream_closes_what_the_old_one_held_of_open_groups(tmp_path: 
     stream, loop = Stream(), _OneHangs(times=1)
     async with open_desk(settings, FakeProducer(stream), await engine_at(0), loop=loop, num_samples_needed=8) as desk:
         desk.start()
-        await _until(desk, lambda: len(stream.records) == 7)
+        await _until(desk, lambda: desk.books.counts().offered == 7)
     stuck = next(iter(desk.books.open_groups))
     fresh = Stream(epoch=2)
     async with open_desk(settings, FakeProducer(fresh), await engine_at(0), loop=loop, num_samples_needed=8) as desk:
         desk.start()
-        await _until(desk, lambda: len(fresh.records) >= 8)
+        await _noted(desk, 8)
     assert {(record.group_id, record.seat, record.reason) for record in _closed(fresh)} == {
         (stuck, seat, "siblings lost") for seat in range(4)
     }
@@ -416,7 +421,7 @@ async def test_full_disk_holds_admission_and_starts_nothing_that_is_not_noted(
         is_full = False
         await _until(desk, lambda: not desk.run.keeper.is_blocked)
         desk.run.dispatcher.wake()
-        await _until(desk, lambda: len(stream.records) == 12)
+        await _noted(desk, 12)
         desk.drain()
         await desk.ended()
     assert set(_seats(stream).values()) == {1}
@@ -438,13 +443,13 @@ async def test_refunds_alone_give_admission_back(tmp_path: Path) -> None:
     engine.before_reply = fail
     async with open_desk(settings, FakeProducer(stream), engine) as desk:
         desk.start()
-        await _until(desk, lambda: len(stream.records) == 8)
+        await _noted(desk, 8)
         await _until(desk, lambda: desk.run.dispatcher.holding is Hold.BUDGET)
         desk.refund(3)
         await asyncio.sleep(0.02)
         assert len(stream.records) == 8
         desk.refund(4)
-        await _until(desk, lambda: len(stream.records) == 12)
+        await _noted(desk, 12)
 
 
 async def test_budget_after_a_restart_is_what_the_trainer_accounts_for_and_what_is_in_flight(tmp_path: Path) -> None:
@@ -461,7 +466,7 @@ async def test_budget_after_a_restart_is_what_the_trainer_accounts_for_and_what_
         assert desk.books.counts().offered == 11
         assert desk.admission.outstanding == 12
         desk.start()
-        await _until(desk, lambda: len(stream.records) == 12)
+        await _noted(desk, 12)
         await _until(desk, lambda: desk.run.dispatcher.holding is Hold.BUDGET)
         assert len(stream.records) == 12
     assert set(_seats(stream).values()) == {1}
@@ -473,8 +478,8 @@ async def test_engine_of_a_dead_process_is_asked_under_new_attempt_numbers(tmp_p
     stream, loop = Stream(), _OneHangs(times=1)
     async with open_desk(settings, FakeProducer(stream), await engine_at(0), loop=loop, num_samples_needed=4) as desk:
         desk.start()
-        await _until(desk, lambda: len(stream.records) == 3)
+        await _noted(desk, 3)
     async with open_desk(settings, FakeProducer(stream), await engine_at(0), loop=loop, num_samples_needed=4) as desk:
         desk.start()
-        await _until(desk, lambda: len(stream.records) == 4)
+        await _noted(desk, 4)
     assert [record.attempt for record in stream.records if record.seat == 1] == [1]
