@@ -59,6 +59,12 @@ class Journals:
         return journal_dir(self.run_dir, self.run_id)
 
     @property
+    def num_bytes(self) -> int:
+        """Of both journals."""
+        paths = (self.directory / name for name in (TRAINER_FILE, ROLLOUTER_FILE))
+        return sum(path.stat().st_size for path in paths if path.exists())
+
+    @property
     def spool_dir(self) -> Path:
         return self.run_dir / _SPOOL / self.run_id
 

@@ -182,6 +182,13 @@ def test_a_directory_without_books_is_told(tmp_path: Path, capsys: pytest.Captur
     assert books_line(tmp_path) is None
 
 
+def test_a_summary_does_not_wait_for_long_journals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run_dir = write_run(some_steps(), tmp_path)
+    assert books_line(run_dir) is not None
+    monkeypatch.setattr("console.ledger._QUICK_BYTES", 100)
+    assert books_line(run_dir) is None
+
+
 def test_a_damaged_journal_is_told_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run_dir = write_run(some_steps(), tmp_path)
     path = journal_dir(run_dir, RUN_ID) / TRAINER_FILE
