@@ -7,6 +7,7 @@ anything starts; a server that is not there yet is waited for by the trainer, wi
 from __future__ import annotations
 
 import asyncio
+import ssl
 import threading
 import time
 
@@ -52,14 +53,20 @@ def _check_credentials(broker: Broker) -> None:
             wire.call("PING")
         finally:
             wire.close()
-    except redis.AuthenticationError as error:
-        raise _refused(broker, error) from None
     except (redis.RedisError, OSError) as error:
+        distrust = _distrust(broker, error)
+        if distrust is not None:
+            raise distrust from None
         log.debug("redis is not there yet", server=str(broker), error=str(error))
 
 
-def _refused(broker: Broker, error: redis.AuthenticationError) -> Insecure:
-    return Insecure(f"{broker} does not take the credentials (bus.redis_username, bus.redis_password_file): {error}")
+def _distrust(broker: Broker, error: Exception) -> Insecure | None:
+    """What trying again does not help: the server does not trust us, or we do not trust it."""
+    if isinstance(error, redis.AuthenticationError):
+        return Insecure(f"{broker} does not take the credentials (bus.redis_username, bus.redis_password_file): {error}")
+    if isinstance(error.__context__, ssl.SSLCertVerificationError):
+        return Insecure(f"{broker}: its certificate is not trusted (bus.redis_ca_file): {error}")
+    return None
 
 
 async def prepare_hub(bus: BusSettings, broker: Broker) -> RunLock:
@@ -84,11 +91,12 @@ def _prepare(bus: BusSettings, broker: Broker, lock: RunLock, given_up: threadin
         try:
             _try_to_prepare(bus, broker, lock, given_up)
             return
-        except redis.AuthenticationError as error:
-            raise _refused(broker, error) from None
         except redis.ResponseError as error:
             raise BusError(f"{broker} cannot carry the bus: {error}") from None
         except GONE as error:
+            distrust = _distrust(broker, error)
+            if distrust is not None:
+                raise distrust from None
             now = time.monotonic()
             if now - started > bus.connect_timeout_s or given_up.is_set():
                 raise BusError(f"{broker} cannot be reached within {bus.connect_timeout_s:g} s: {error}") from None

@@ -91,7 +91,7 @@ def _password(file: Path | None) -> str | None:
 class Wire:
     def __init__(self, broker: Broker, *, patience_s: float) -> None:
         """Connect and authenticate; at most `patience_s` for each wait. Raises what is in `GONE`, or redis.ResponseError."""
-        self._patience_s = patience_s
+        self._is_encrypted = broker.address.tls
         self._connection = _connection(broker, patience_s)
         self._connection.connect()
 
@@ -105,7 +105,13 @@ class Wire:
 
     def readable(self, timeout_s: float = 0.0) -> bool:
         """Whether a reply has begun to arrive."""
-        return bool(self._connection.can_read(timeout_s))
+        if not self._connection.can_read(timeout_s):
+            return False
+        if not self._is_encrypted:
+            return True
+        # What TLS has to say for itself (session tickets) makes a socket readable, too: only what it decrypts to is a reply.
+        parser = self._connection._parser  # noqa: SLF001
+        return bool(parser._reader.has_data() or parser.read_from_socket(timeout=0, raise_on_timeout=False))  # noqa: SLF001
 
     def send(self, *commands: Command) -> None:
         packed = self._connection.pack_commands([_plain(command) for command in commands])

@@ -81,7 +81,13 @@ class RedisServer:
             return client.execute_command(*words)
 
     def client(self, *, patient: bool = True, **more: Any) -> redis.Redis:
-        options: dict[str, Any] = {"port": self.port, "socket_timeout": START_S if patient else 1.0, "protocol": 2, **more}
+        options: dict[str, Any] = {
+            "host": "127.0.0.1",
+            "port": self.port,
+            "socket_timeout": START_S if patient else 1.0,
+            "protocol": 2,
+            **more,
+        }
         if self.tls is not None:
             options |= {"ssl": True, "ssl_ca_certs": str(self.tls.authority)}
         if not patient:
