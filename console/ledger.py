@@ -14,7 +14,7 @@ import orjson
 from configs.errors import ConfigError
 from console.errors import NoRun
 from console.journals import Journals
-from console.run_dirs import address_of, is_live
+from console.run_dirs import goes_on
 from console.story import Event, Story, matching
 from sample_bus.books import Books, Place, Reading
 from sample_bus.issued import Rollout
@@ -96,7 +96,7 @@ def _trainer(run_dir: Path, books: Books) -> str:
     if not books.trainers:
         return "has not begun"
     try:
-        return "goes on" if is_live(address_of(run_dir)) else "does not answer, and has not said that it ended"
+        return "goes on" if goes_on(run_dir) else "does not answer, and has not said that it ended"
     except ConfigError as error:
         return f"has not said that it ended ({error})"
 

@@ -1,6 +1,6 @@
 """Run directories: taking one for a new run, finding the one of a run that goes on.
 
-A run goes on when something accepts connections at its bus address.
+A run goes on when something accepts connections at its bus address, or is subscribed to its channel on a Redis server.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from configs.command import SETTINGS_FILE
 from configs.errors import ConfigError
 from configs.loader import load
 from configs.paths import bus_address, held_alone, make_run_dir
+from configs.redis_address import is_redis
 from configs.schema import BusSettings, Settings
 from console.errors import NoRun, RunIsLive
 
@@ -45,7 +46,7 @@ def claim(settings: Settings, *, is_explicit: bool) -> Path:
     """
     wanted = settings.run_dir.absolute()
     if is_explicit or settings.checkpoint.resume != "never":
-        if is_live(bus_address(settings.model_copy(update={"run_dir": wanted}))):
+        if is_live(bus_address(settings.model_copy(update={"run_dir": wanted})), settings.bus):
             raise RunIsLive(f"{wanted}: a run goes on here; stop it, or give another run_dir")
         make_run_dir(wanted)
         return wanted
@@ -83,7 +84,7 @@ def bus_of(run_dir: Path) -> tuple[BusSettings, str]:
 def bus_at(address: str, *, keys_dir: Path | None = None) -> tuple[BusSettings, str]:
     """Settings of a bus that is known by its address only; the rest is as the environment says. Raises ConfigError."""
     words = [f"bus.address={address}"]
-    if not address.startswith(("ipc://", "tcp://")):
+    if is_redis(address):
         words.append("bus.transport=redis")
     if keys_dir is not None:
         words.append(f"bus.keys_dir={keys_dir}")
@@ -129,8 +130,13 @@ def newest_of(settings: Settings) -> Path:
     return max(candidates, key=_changed_at)
 
 
-def is_live(address: str) -> bool:
-    """Whether something accepts connections at `address` (`ipc://PATH` or `tcp://HOST:PORT`)."""
+def is_live(address: str, bus: BusSettings | None = None, *, run_id: str | None = None) -> bool:
+    """Whether something accepts connections at `address` (`ipc://PATH` or `tcp://HOST:PORT`); on a Redis server, whether a
+    trainer is subscribed there, under that run id if one is given. `bus` holds the credentials for that."""
+    if is_redis(address):
+        from sample_bus.redis_open import is_served
+
+        return is_served(bus or BusSettings(), address, run_id=run_id, timeout_s=_CONNECT_TIMEOUT_S)
     try:
         if address.startswith("ipc://"):
             with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
@@ -144,10 +150,20 @@ def is_live(address: str) -> bool:
     return True
 
 
-def _goes_on(run_dir: Path) -> bool:
-    """Whether a run goes on in `run_dir`; settings that this version does not take belong to none."""
+def goes_on(run_dir: Path) -> bool:
+    """Whether the run in `run_dir` goes on. Raises ConfigError for settings that this version does not take."""
+    bus, address = bus_of(run_dir)
     try:
-        return is_live(address_of(run_dir))
+        run_id = (run_dir / RUN_ID_FILE).read_text().strip()
+    except OSError:
+        run_id = None
+    return is_live(address, bus, run_id=run_id)
+
+
+def _goes_on(run_dir: Path) -> bool:
+    """The same; settings that this version does not take belong to no run that goes on."""
+    try:
+        return goes_on(run_dir)
     except ConfigError:
         return False
 

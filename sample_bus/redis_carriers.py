@@ -24,7 +24,7 @@ class RedisHubCarrier:
         """`lock` was acquired (`redis_open.prepare_hub`)."""
         keys = RunKeys(broker.address.run)
         self._address = str(broker.address)
-        self._control = HubControl(broker, bus, keys, lock, deliver=deliver)
+        self._control = HubControl(broker, bus, keys, lock, run_id=run_id, deliver=deliver)
         self._reader = ReaderThread(broker, bus, keys, run_id, deliver=deliver)
 
     @property

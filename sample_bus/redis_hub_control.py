@@ -23,14 +23,17 @@ _RESET = encode_control(Reset())
 
 
 class HubControl(ControlThread):
-    def __init__(self, broker: Broker, bus: BusSettings, keys: RunKeys, lock: RunLock, *, deliver: Deliver) -> None:
+    def __init__(
+        self, broker: Broker, bus: BusSettings, keys: RunKeys, lock: RunLock, *, run_id: str, deliver: Deliver
+    ) -> None:
         super().__init__(broker, bus, keys, name="hub", deliver=deliver)
         self._lock = lock
+        self._run_id = run_id
         self._me = secrets.token_hex(6).encode()
         self._severed: set[bytes] = set()
 
     def _channels(self) -> Sequence[Channel]:
-        return (self._keys.hub_channel,)
+        return (self._keys.hub_channel, self._keys.run_channel(self._run_id))
 
     def _came_up(self, post: Post) -> None:
         self._lock.renew(post.publishing)

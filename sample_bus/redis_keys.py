@@ -3,6 +3,7 @@
     headrace:RUN:lock                   who hosts the bus of that run: expires unless renewed
     headrace:RUN:RUN_ID:s:PRODUCER      stream of a producer's records; entry EPOCH-(SEQ + 1), fields f0, f1, … are the frames
     headrace:RUN:c:hub                  channel of messages to the trainer
+    headrace:RUN:c:run.RUN_ID           its trainer is subscribed: that run goes on
     headrace:RUN:c:all                  channel on which the trainer says that it is there
     headrace:RUN:c:CLIENT               channel of messages to one connection of a client
 
@@ -41,6 +42,9 @@ class RunKeys:
     @property
     def all_channel(self) -> str:
         return f"headrace:{self.run}:c:all"
+
+    def run_channel(self, run_id: str) -> str:
+        return f"headrace:{self.run}:c:run.{run_id}"
 
     def client_channel(self, peer: bytes) -> bytes:
         return f"headrace:{self.run}:c:".encode() + peer

@@ -117,13 +117,15 @@ def _try_to_prepare(bus: BusSettings, broker: Broker, lock: RunLock, given_up: t
         wire.close()
 
 
-def is_served(bus: BusSettings, address: str, *, timeout_s: float) -> bool:
-    """Whether a trainer hosts the bus of that run there now; False where the server cannot be asked."""
+def is_served(bus: BusSettings, address: str, *, run_id: str | None = None, timeout_s: float) -> bool:
+    """Whether a trainer hosts the bus of that run there now, under that run id if one is given; False where that cannot be
+    asked."""
     try:
         broker = broker_at(bus, address)
         wire = Wire(broker, patience_s=timeout_s)
         try:
-            return bool(wire.call("PUBSUB", "NUMSUB", RunKeys(broker.address.run).hub_channel)[1])
+            keys = RunKeys(broker.address.run)
+            return bool(wire.call("PUBSUB", "NUMSUB", keys.hub_channel if run_id is None else keys.run_channel(run_id))[1])
         finally:
             wire.close()
     except (BusError, redis.RedisError, OSError):

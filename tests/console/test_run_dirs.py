@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import socket
 from collections.abc import Iterator
@@ -15,7 +16,9 @@ from configs.errors import ConfigError
 from configs.paths import bus_address, socket_dir
 from configs.schema import BusSettings, CheckpointSettings, Settings
 from console.errors import NoRun, RunIsLive
-from console.run_dirs import address_for, address_of, claim, is_live, newest_live, reserved
+from console.run_dirs import address_for, address_of, claim, goes_on, is_live, newest_live, reserved
+from sample_bus.open import open_hub
+from tests.sample_bus.redis_server import redis_server
 
 
 @pytest.fixture(autouse=True)
@@ -122,3 +125,22 @@ def test_liveness_of_tcp_addresses() -> None:
         address = f"tcp://127.0.0.1:{server.getsockname()[1]}"
         assert is_live(address)
     assert not is_live(address)
+
+
+async def test_a_run_on_a_redis_server_is_found_while_its_trainer_is_subscribed(tmp_path: Path) -> None:
+    """Two runs of one name are told apart by their run ids."""
+    with redis_server() as server:
+        bus = BusSettings(transport="redis", address=server.address.partition("#")[0])
+        for name, run_id in (("run", "r1"), ("run-2", "r2")):
+            settings = Settings(run_dir=tmp_path / name, bus=bus)
+            settings.run_dir.mkdir()
+            remember(settings)
+            (settings.run_dir / "run_id").write_text(run_id)
+        async with open_hub(
+            bus, address=bus_address(settings), run="run", run_id="r1", incarnation="i", quarantine_dir=tmp_path / "q"
+        ):
+            assert await asyncio.to_thread(newest_live, tmp_path) == tmp_path / "run"
+            assert not goes_on(tmp_path / "run-2")
+            with pytest.raises(RunIsLive, match="a run goes on here"):
+                claim(settings, is_explicit=True)
+        assert not goes_on(tmp_path / "run")
