@@ -2,18 +2,16 @@
 
 python -m tests.integration.chaos.consumer PLACE RUN_DIR
 
-The trainer's own intake, journal, commits and checkpoints; a step folds its samples, in their order, into a digest and a list.
-So two runs that trained the same samples in the same order have the same weights, and whatever was trained twice, or lost after
-it was trained, shows. Ends when the producer has ended and everything of it is trained or dropped.
+The trainer's own intake, journal, commits and checkpoints; a step folds its samples, in their order, into a digest and a list
+(`weights`). Each step has a learning rate drawn at random, as if someone turned it all the time: a step that is taken again has
+the one that the journal names, or its loss is another. Ends when the producer has ended and all of it is trained or dropped.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import hashlib
-import json
-import os
+import random
 import secrets
 import sys
 import time
@@ -28,6 +26,7 @@ from sample_bus.messages import EndOfRun, EndReason, RollouterState, RollouterSt
 from sample_bus.open import open_hub
 from sample_bus.protocols import Hub
 from tests.integration.chaos import rollouts
+from tests.integration.chaos.weights import Weights
 from tests.sample_bus.conformance.places import Place
 from trainer.books import Books
 from trainer.checkpoint import DIRECTORY, load, save_checkpoint
@@ -41,35 +40,7 @@ from trainer.standing import Standing, standing_of
 EVERY_STEPS = 3
 STEP_S = 0.01
 GOODBYE_S = 60.0
-
-
-class Weights:
-    """What training makes: a digest over everything that was trained, in order, and which seats that was."""
-
-    def __init__(self) -> None:
-        self.digest = ""
-        self.trained: list[list[int]] = []
-        """[issue, seat, attempt]."""
-
-    def train(self, batch: Batch) -> float:
-        """One step; returns its loss."""
-        for group in batch.groups:
-            for leased in group.members:
-                sample = leased.sample
-                text = f"{self.digest} {sample.rollout_id} {sample.attempt} {sample.reward} {sample.tokens.tobytes().hex()}"
-                self.digest = hashlib.sha256(text.encode()).hexdigest()
-                self.trained.append([rollouts.issue_of(sample.group_id), sample.seat, sample.attempt])
-        return int(self.digest[:8], 16) / 2**32
-
-    def save(self, directory: Path) -> None:
-        with (directory / "weights.json").open("w") as file:
-            json.dump({"digest": self.digest, "trained": self.trained}, file)
-            file.flush()
-            os.fsync(file.fileno())
-
-    def load(self, directory: Path) -> None:
-        plain = json.loads((directory / "weights.json").read_text())
-        self.digest, self.trained = plain["digest"], plain["trained"]
+RATE = "trainer.learning_rate"
 
 
 class Trainer:
@@ -149,6 +120,7 @@ class Trainer:
 
     async def _train(self, batch: Batch) -> None:
         members = [leased for group in batch.groups for leased in group.members]
+        rate = batch.options[RATE] if batch.options is not None else random.random()
         self._step += 1
         self._journal.write(
             StepBegan(
@@ -157,12 +129,12 @@ class Trainer:
                 policy_version=0,
                 samples=plain_ids([leased.id for leased in members]),
                 closures=plain_ids([lease.id for group in batch.groups for lease in group.closures]),
-                options={},
+                options={RATE: rate},
             )
         )
         await self._journal.flush()
         await asyncio.sleep(STEP_S)
-        loss = self._weights.train(batch)
+        loss = self._weights.train([leased.sample for leased in members], rate)
         self._journal.write(
             StepTrained(at=time.time(), step=self._step, policy_version=0, loss=loss, grad_norm=1.0, replayed=batch.replayed)
         )

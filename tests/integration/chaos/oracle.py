@@ -5,8 +5,6 @@ It does not use the product's own books: those are held against it.
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections import Counter
 from collections.abc import Set
 from dataclasses import dataclass
@@ -30,6 +28,7 @@ from sample_bus.journal import (
 from sample_bus.sample import SampleId
 from tests.integration.chaos import rollouts
 from tests.integration.chaos.rollouts import GROUP_SIZE
+from tests.integration.chaos.weights import Weights
 from trainer.checkpoint import DIRECTORY, find, verify
 
 Seat = tuple[int, int]
@@ -61,7 +60,7 @@ class Outcome:
 def outcome_of(run_dir: Path) -> Outcome:
     (journals,) = (run_dir / "journal").iterdir()
     problems: list[str] = []
-    trained, digest = _checkpoint(run_dir)
+    weights = _checkpoint(run_dir)
     produced = list(read_journal(journals / ROLLOUTER_FILE))
     consumed = list(read_journal(journals / TRAINER_FILE))
 
@@ -72,10 +71,10 @@ def outcome_of(run_dir: Path) -> Outcome:
     closed = {(rollouts.issue_of(one.group_id), one.seat) for one in produced if isinstance(one, SeatClosed)}
     offered = {(rollouts.issue_of(one.group_id), one.seat) for one in produced if isinstance(one, SampleOffered)}
 
-    times = Counter((issue, seat) for issue, seat, _ in trained)
+    times = Counter((one.issue, one.seat) for one in weights.trained)
     problems += [f"seat {seat} was trained {number} times" for seat, number in times.items() if number > 1]
     problems += [f"seat {seat} was trained and never admitted" for seat in times.keys() - seats]
-    if digest != _digest(trained):
+    if weights.digest != Weights.made_anew(weights.trained).digest:
         problems.append("the weights are not what the trained samples make")
 
     seat_of = {SampleId(*one.id): (rollouts.issue_of(one.group_id), one.seat) for one in consumed if isinstance(one, Queued)}
@@ -103,22 +102,13 @@ def outcome_of(run_dir: Path) -> Outcome:
     )
 
 
-def _checkpoint(run_dir: Path) -> tuple[list[list[int]], str]:
-    """What the newest checkpoint says was trained, and its digest."""
+def _checkpoint(run_dir: Path) -> Weights:
+    """Of the newest checkpoint."""
     newest = find(run_dir / DIRECTORY).complete[-1]
     verify(newest)
-    plain = json.loads((newest / "weights" / "weights.json").read_text())
-    return plain["trained"], plain["digest"]
-
-
-def _digest(trained: list[list[int]]) -> str:
-    """The weights, from samples made anew."""
-    digest = ""
-    for issue, seat, attempt in trained:
-        sample = rollouts.sample_of(issue, seat, attempt, incarnation="")
-        text = f"{digest} {sample.rollout_id} {sample.attempt} {sample.reward} {sample.tokens.tobytes().hex()}"
-        digest = hashlib.sha256(text.encode()).hexdigest()
-    return digest
+    weights = Weights()
+    weights.load(newest / "weights")
+    return weights
 
 
 def _torn_groups(trained: Set[Seat], closed: set[Seat], num_groups: int) -> list[str]:
