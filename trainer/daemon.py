@@ -13,7 +13,6 @@ import importlib
 import secrets
 import time
 from concurrent.futures import Executor, ThreadPoolExecutor
-from dataclasses import asdict
 
 import structlog
 
@@ -28,14 +27,10 @@ from sample_bus.journal import TrainerBegan, TrainerEnded
 from sample_bus.journal_writer import JournalWriter
 from sample_bus.messages import (
     Accepted,
-    ChangeSettings,
     EndOfRun,
     EndReason,
     Failed,
-    LiveSettingsState,
     RollouterStatus,
-    SettingChange,
-    SettingsChanged,
     TrainerState,
 )
 from sample_bus.open import open_hub
@@ -47,6 +42,7 @@ from trainer.commits import Commits
 from trainer.errors import RunDirInUse, TrainerError
 from trainer.groups import GroupAssembler
 from trainer.intake import Intake
+from trainer.live_settings import LiveSettingsTopic
 from trainer.model_source import check_source
 from trainer.process import TRAINING_THREAD
 from trainer.retained import Retained, retained_dir
@@ -57,7 +53,6 @@ log = structlog.get_logger()
 
 _WAIT_LINE_EVERY_S = 10.0
 _GOODBYE_TIMEOUT_S = 10.0
-_KEPT_CHANGES = 100
 _LOCK_FILE = ".trainer.lock"
 _STOPPED_AT_ONCE = "stopped at once"
 
@@ -175,7 +170,7 @@ class TrainerDaemon:
             rollouter=lambda: hub.rollouter,
         )
         self._rollouter_failed: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        hub.handle("settings.set", ChangeSettings, self._change_settings)
+        self._live_settings = LiveSettingsTopic(hub, self._live)
         hub.handle("run.failed", Failed, self._take_failure)
 
     async def run(self) -> None:
@@ -191,8 +186,8 @@ class TrainerDaemon:
                 counts=standing.counts.model_dump(mode="json"),
             )
         )
-        self._tell_what_was_set_otherwise()
-        await self._hub.publish("settings", self._settings_state())
+        self._live_settings.tell_what_was_set_otherwise(standing.history.options)
+        await self._live_settings.publish()
         await self._board.flush()
         end = EndOfRun(reason=EndReason.STOPPED, message=_STOPPED_AT_ONCE)
         executor = ThreadPoolExecutor(1, thread_name_prefix=TRAINING_THREAD)
@@ -313,44 +308,6 @@ class TrainerDaemon:
                 "whole, raise bus.max_queued_samples or bus.max_queued_bytes"
             )
         return text
-
-    async def _change_settings(self, request: ChangeSettings) -> SettingsChanged:
-        changes = self._live.change(
-            request.values, author=request.author, now=time.time(), expected_revision=request.expected_revision
-        )
-        for change in changes:
-            log.info(
-                "setting changed",
-                key=change.key,
-                old=change.old,
-                new=change.new,
-                author=change.author,
-                revision=change.revision,
-                scope=change.scope,
-            )
-        await self._hub.publish("settings", self._settings_state())
-        return SettingsChanged(
-            revision=self._live.revision, changes=tuple(SettingChange(**asdict(change)) for change in changes)
-        )
-
-    def _tell_what_was_set_otherwise(self) -> None:
-        """Live changes end with the process that took them: whoever restarts it is told which."""
-        values = self._live.values()
-        for key, value in self._standing.history.options.items():
-            if key in values and values[key] != value:
-                log.warning(
-                    "a setting had another value when the run was left: it holds for the steps that are taken again only",
-                    key=key,
-                    then=value,
-                    now=values[key],
-                )
-
-    def _settings_state(self) -> LiveSettingsState:
-        return LiveSettingsState(
-            revision=self._live.revision,
-            values=self._live.values(),
-            changes=tuple(SettingChange(**asdict(change)) for change in self._live.changes[-_KEPT_CHANGES:]),
-        )
 
     async def _take_failure(self, failure: Failed) -> Accepted:
         if not self._rollouter_failed.done():
