@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.sample_bus.conformance.brokers import Broker, running
-from tests.sample_bus.conformance.disks import Disk, mounted, unwritable
+from tests.sample_bus.conformance.disks import Disk, SmallDisk, ToldDisk, can_mount, mounted, unwritable
 from tests.sample_bus.conformance.places import Place
 
 
@@ -42,9 +42,13 @@ async def place(request: pytest.FixtureRequest, directory: Path) -> AsyncIterato
 
 
 @pytest.fixture
-def disk(directory: Path) -> Iterator[Disk]:
-    with mounted(directory / "disk") as path:
-        yield Disk(path=path)
+def disk(directory: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Disk]:
+    """A disk of a megabyte, or as near to it as this user comes."""
+    if can_mount():
+        with mounted(directory / "disk") as path:
+            yield SmallDisk(path=path)
+    else:
+        yield ToldDisk(path=directory, monkeypatch=monkeypatch)
 
 
 @pytest.fixture

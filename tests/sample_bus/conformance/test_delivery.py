@@ -107,7 +107,13 @@ async def test_sample_offered_before_the_trainer_exists_is_the_first_to_arrive(p
 async def test_sample_of_64_mb_arrives_unchanged_and_the_next_one_follows(place: Place) -> None:
     """B125, B126: no buffer's limit on the way stops the stream."""
     length = 7_400_000
-    large = sample(0, prompt=(1,), reply=np.arange(length), logprobs=np.linspace(-9, -1, length))
+    large = sample(
+        0,
+        prompt=(),
+        tokens=np.arange(length, dtype=np.int32),
+        loss_mask=np.ones(length, np.uint8),
+        behavior_logprobs=np.linspace(-9, -1, length, dtype=np.float32),
+    )
     async with place.hub() as hub, place.link() as link:
         offer = asyncio.create_task(link.offer(large))
         lease = await soon(hub.lease())

@@ -200,6 +200,23 @@ async def test_next_process_of_a_producer_is_not_made_to_send_what_the_living_co
             assert hub.consumer_statistics().queued == 0
 
 
+async def test_producer_goes_on_after_records_that_were_committed_while_it_was_dead(place: Place) -> None:
+    async with place.hub() as hub:
+        async with remote(place, "link", "rollouter") as producer:
+            await producer.do("offer", numbers=list(range(5)))
+            first = await take(hub, 5)
+            await producer.kill()
+        hub.acknowledge([lease.id for lease in first[:3]])
+        hub.commit(hub.position())
+        async with place.link() as link:
+            await soon(link.wait_connected(30))
+            await until(lambda: link.producer_statistics().committed == 3)
+            assert await kept(link, 2) == [(3, "rollouter-3"), (4, "rollouter-4")]
+            assert (await offer_all(link, [5]))[0].seq == 5
+            lease = await soon(hub.lease())
+            assert (lease.id.seq, task_of(lease)) == (5, "rollouter-5")
+
+
 async def test_copies_freed_for_a_checkpoint_that_is_lost_are_reported_as_gone(place: Place) -> None:
     """The trainer comes back without the state that covered them: it is told, and goes on with the rest."""
     async with place.link() as link:
