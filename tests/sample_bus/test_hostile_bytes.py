@@ -17,15 +17,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sample_bus.errors import JournalDamaged, JournalError, WireError
-from sample_bus.frames import decode_control
+from sample_bus.frames import Open, decode_control
 from sample_bus.journal import decode_record
 from sample_bus.packing import pack, unpack
 from sample_bus.record_log import MAGIC, MAGIC_RENEWED, RecordLog, read_records
 from sample_bus.spool import Spool
+from tests.fakes.samples import make_sample
 from tests.fuzz.engine import Engine, memory_limit
 from tests.fuzz.mutation import MAX_BYTES, mutated
 from tests.fuzz.seeds import seeds
-from tests.fuzz.targets import PROMISED, TARGETS, Target, control, quarantined, raw_record, sealed_record
+from tests.fuzz.targets import PROMISED, TARGETS, Target, control, quarantined, raw_record, sealed, sealed_record
+from tests.sample_bus.ends import HANG_S, RawClient, hub_at, link_to, soon
 
 SEEDS = seeds()
 BY_NAME = pytest.mark.parametrize("target", TARGETS, ids=[target.name for target in TARGETS])
@@ -144,6 +146,29 @@ def test_log_with_half_a_header_begins_anew(size: int, tmp_path: Path) -> None:
     offset = log.append(b"kept")
     log.close()
     assert list(read_records(path)) == [(offset, b"kept")]
+
+
+@pytest.mark.parametrize("seed", range(3))
+async def test_peer_that_sends_rubbish_harms_neither_the_hub_nor_others(seed: int, address: str) -> None:
+    """Over a socket: changed control messages, samples and closed seats, before and after a proper greeting."""
+    random = Random(seed)
+    async with hub_at(address) as hub, link_to(address) as link:
+        with RawClient(address, name="rubbish") as raw:
+            for number in range(300):
+                if number == 100:
+                    await raw.greet()
+                    await raw.say(Open(greeting=1, epoch=1, committed=0, next_seq=0))
+                if number % 2:
+                    await raw.send([mutated(random.choice(SEEDS["control"])[1:], SEEDS["control"], random)])
+                else:
+                    await raw.data(
+                        number, sealed(mutated(random.choice(SEEDS["sealed_record"]), SEEDS["sealed_record"], random))
+                    )
+            await link.wait_connected(HANG_S)
+            offered = await soon(link.offer(make_sample(task_id="in spite of it")))
+            while (leased := await soon(hub.lease())).id != offered:
+                hub.acknowledge([leased.id], dropped=True)
+            assert hub.rollouter is not None
 
 
 class _Dead(BaseException):
