@@ -15,6 +15,8 @@ AGREED_KEYS = (
     "num_steps",
     "trigger_parameter_sync_step",
     "max_staleness",
+    "on_failed_seat",
+    "min_survivors",
 )
 
 

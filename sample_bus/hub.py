@@ -43,7 +43,7 @@ from sample_bus.patience import patient
 from sample_bus.peers import LossReason, LostPeer, Role
 from sample_bus.position import BusPosition
 from sample_bus.protocols import ConsumerStatistics, Gone, Handler, Lease, Leased, LeasedClosure
-from sample_bus.quarantine import Quarantine
+from sample_bus.quarantine import Quarantine, RejectedMessage
 from sample_bus.sample import SampleId
 from sample_bus.topics import TopicBoard, encode_body
 
@@ -77,6 +77,9 @@ class BusHub:
         self._arrivals: Feed[str] = Feed()
         self._losses: Feed[LostPeer] = Feed()
         self._gone: Feed[Gone] = Feed()
+        self._rejected = _rejected_before(quarantine)
+        """Of each stream: sequence number to error. A producer is told again whenever it opens the stream, since the process
+        that was told may not have lived to act on it."""
         self._board = TopicBoard()
         self._own_topics: set[str] = set()
         self._answers = Answers()
@@ -247,13 +250,15 @@ class BusHub:
             verdict = self._inbox.skip(place, event.seq, event.nbytes)
             if verdict is not Verdict.TAKEN:
                 return
+            self._rejected.setdefault(place, {})[event.seq] = event.error[:MAX_TEXT]
             producer = self._clients.named(place[0])
             if producer is not None and producer.connected:
                 self._carrier.send(producer.peer, Rejected(seq=event.seq, error=event.error[:MAX_TEXT]))
         else:
             self._inbox.count_rejected()
         source = place[0] if place is not None else client.name if client is not None else f"unknown client {event.peer.hex()}"
-        path = self._quarantine.keep([bytes(frame) for frame in event.frames], event.error, source)
+        sample_id = SampleId(*place, event.seq) if place is not None and event.seq is not None else None
+        path = self._quarantine.keep([bytes(frame) for frame in event.frames], event.error, source, sample_id=sample_id)
         tell = log.debug if path is None else log.warning  # one line for each that is kept: a flood does not fill the log too
         tell("message rejected", source=source, seq=event.seq, error=event.error, kept=str(path))
 
@@ -352,6 +357,8 @@ class BusHub:
                 dropped=self._inbox.dropped,
             ),
         )
+        for seq, error in self._rejected.get(place, {}).items():
+            self._carrier.send(client.peer, Rejected(seq=seq, error=error))
         self._carrier.open_stream(client.name, message.epoch, ack.received)
         self._carrier.room(client.name, ack)
         self._arrivals.add(client.name)
@@ -361,7 +368,7 @@ class BusHub:
         if client is not None and client.role is Role.CONSOLE:
             self._note_gone(peer, LossReason.LEFT, 0.0)
             return
-        if client is not None:
+        if client is not None and client.connected:
             log.warning("rollouter disconnected", name=client.name)
         self._carry_out(self._clients.disconnected(peer))
 
@@ -417,3 +424,12 @@ class BusHub:
         self._board.close()
         self._losses.close()
         self._gone.close()
+
+
+def _rejected_before(quarantine: Quarantine) -> dict[Place, dict[int, str]]:
+    """What earlier processes of the trainer rejected, as far as it was kept."""
+    rejected: dict[Place, dict[int, str]] = {}
+    for kept in quarantine.kept():
+        if isinstance(kept, RejectedMessage) and kept.id is not None:
+            rejected.setdefault((kept.id.producer, kept.id.epoch), {})[kept.id.seq] = kept.error[:MAX_TEXT]
+    return rejected

@@ -74,6 +74,10 @@ class Quarantine:
         self._problem = ""
         return path
 
+    def kept(self) -> Iterator[RejectedMessage | WireError]:
+        """As `rejected_messages`."""
+        return rejected_messages(self._directory)
+
     def _write(self, content: bytes) -> Path | None:
         self._directory.mkdir(parents=True, exist_ok=True)
         changed_at = self._directory.stat().st_mtime_ns

@@ -91,7 +91,9 @@ class RecordLog:
         self._end = len(MAGIC_RENEWED) + _SEED.size
 
     def close(self) -> None:
+        """Close the file; whatever is asked of the log afterwards raises OSError."""
         os.close(self._file)
+        self._file = -1
 
     def _write(self, parts: Sequence[Buffer], num_bytes: int) -> int:
         at = self._end

@@ -10,7 +10,7 @@ import pytest
 
 from sample_bus import wire
 from sample_bus.errors import BusError, Ended, SampleTooLarge, WireError
-from sample_bus.frames import Ack, Reset, Welcome
+from sample_bus.frames import Ack, Rejected, Reset, Welcome
 from sample_bus.messages import EndOfRun, EndReason
 from sample_bus.protocols import Leased
 from sample_bus.sample import SampleId
@@ -281,3 +281,21 @@ async def test_sample_under_another_producers_name_is_rejected(address: str) -> 
             await client.data(0, wire.encode(make_sample(), SampleId("somebody else", 7, 0)))
             await until(lambda: hub.consumer_statistics().rejected == 1)
             assert (await client.next(Ack)).received == 1
+
+
+async def test_producer_is_told_again_what_was_rejected_whoever_died_since(address: str) -> None:
+    """The process that was told may have died before it closed the seat, and so may the trainer."""
+    good = wire.encode(make_sample(), SampleId("raw", 7, 0))
+    bad = [bytes(good[0]), bytes(good[1])[:-1] + b"\x07"]
+    for incarnation in ("first", "second"):
+        async with hub_at(address, incarnation=incarnation):
+            for life in range(2):
+                with RawClient(address) as client:
+                    await client.greet(process=life)
+                    await client.next(Welcome)
+                    opened = await client.open(next_seq=1)
+                    if opened.ack.received == 0 and incarnation == "first" and life == 0:
+                        await client.data(0, bad)
+                    rejected = await client.next(Rejected)
+                    assert rejected.seq == 0
+                    assert "checksum" in rejected.error
