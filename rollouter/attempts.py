@@ -49,6 +49,8 @@ class Attempts:
         finally:
             if not playing.done():
                 await self._end(playing, plan, number)
+            elif not playing.cancelled():
+                playing.exception()  # taken notice of, also when this wait itself was cancelled
         if stop.done():
             self._refuse(playing, plan, number)
             raise GivenUp(f"{given_up} while it ran")

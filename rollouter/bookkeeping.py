@@ -23,6 +23,7 @@ from sample_bus.journal import (
     ROLLOUTER_FILE,
     AttemptFailed,
     GroupAdmitted,
+    Offering,
     RollouterBegan,
     RollouterEnded,
     RollouterRecord,
@@ -106,17 +107,15 @@ class Bookkeeper:
                 "(checkpoint.resume=never)"
             )
         was_cut_off, is_first = books.was_cut_off, books.num_processes == 0
-        if books.epoch not in (0, epoch):
-            log.warning("records of an older stream are lost", epoch_before=books.epoch, epoch=epoch)
-        self.write(RollouterBegan(at=self.now(), process=process, epoch=epoch, data_fingerprint=fingerprint))
-        async for sample_id, record in producer.stored(books.first_unknown):
-            if not books.knows(sample_id):
-                self._tell_again(sample_id, record, sampling)
-        if books.num_recorded < resumption.next_seq and not is_first:
-            log.warning(
-                "records were committed before they were noted: their seats are played again, and the trainer refuses them",
-                num_records=resumption.next_seq - books.num_recorded,
-            )
+        began = RollouterBegan(at=self.now(), process=process, epoch=epoch, data_fingerprint=fingerprint)
+        if books.epoch == epoch:
+            await self._tell_again(producer, resumption, sampling)
+            self.write(began)
+        else:
+            if not is_first:
+                log.warning("records of an older stream are lost", epoch_before=books.epoch, epoch=epoch)
+            self.write(began)
+            await self._tell_again(producer, resumption, sampling)
         if was_cut_off:
             self._note_interruptions(policy)
         if not is_first:
@@ -134,16 +133,29 @@ class Bookkeeper:
             self._is_closed = True
             self._writer.close()
 
-    def _tell_again(self, sample_id: SampleId, record: Sample | ClosedSeat, sampling: SamplingSettings) -> None:
-        """Note a record of the stream that a process before this one had no time to note."""
-        log.info("record told again from the stream", rollout_id=record.rollout_id, seq=sample_id.seq)
-        if self.books.group(record.group_id) is None:
-            log.warning("group taken over from its records: the journal has lost it", group_id=record.group_id)
-            self.write(_admission_of(record, sampling, issue=self.books.next_issue, at=self.now()))
-        if isinstance(record, Sample):
-            self.write(offered(sample_id, record, self.now()))
-        else:
-            self.write(closed(sample_id, record, self.now()))
+    async def _tell_again(self, producer: Producer, resumption: Resumption, sampling: SamplingSettings) -> None:
+        """Note the records of the stream that a process before this one had no time to note: those that it still holds, and
+        those that were committed since."""
+        books = self.books
+        async for sample_id, record in producer.stored(books.first_unknown):
+            if books.knows(sample_id):
+                continue
+            log.info("record told again from the stream", rollout_id=record.rollout_id, seq=sample_id.seq)
+            if books.group(record.group_id) is None:
+                log.warning("group taken over from its records: the journal has lost it", group_id=record.group_id)
+                self.write(_admission_of(record, sampling, issue=books.next_issue, at=self.now()))
+            if isinstance(record, Sample):
+                self.write(offered(sample_id, record, record.produced_at))
+            else:
+                self.write(closed(sample_id, record, record.closed_at))
+        for offering, sample_id in books.silently_stored(resumption.next_seq):
+            log.info(
+                "record was committed before it was noted", group_id=offering.group_id, seat=offering.seat, seq=sample_id.seq
+            )
+            self.write(_record_of(offering, sample_id))
+        missing = resumption.next_seq - books.num_recorded
+        if missing and books.num_processes:
+            log.warning("records of the stream that the journal knows nothing of", num_records=missing)
 
     def _note_interruptions(self, policy: SeatPolicy) -> None:
         """The attempts that the death of the process before cut off are over; the next ones get the next numbers."""
@@ -188,6 +200,45 @@ def closed(sample_id: SampleId, seat: ClosedSeat, at: float) -> SeatClosed:
     """What the journal says of a closed seat in the stream."""
     return SeatClosed(
         at=at, group_id=seat.group_id, seat=seat.seat, attempt=seat.attempt, reason=seat.reason, id=list(sample_id)
+    )
+
+
+def offering_of(record: Sample | ClosedSeat, at: float) -> Offering:
+    """What the journal says of a record that is about to be handed to the bus."""
+    if isinstance(record, ClosedSeat):
+        return Offering(at=at, group_id=record.group_id, seat=record.seat, attempt=record.attempt, closed=record.reason)
+    return Offering(
+        at=at,
+        group_id=record.group_id,
+        seat=record.seat,
+        attempt=record.attempt,
+        closed="",
+        num_tokens=record.num_tokens,
+        reward=record.reward,
+        oldest_version=record.oldest_version,
+    )
+
+
+def _record_of(offering: Offering, sample_id: SampleId) -> SampleOffered | SeatClosed:
+    """What stands in the stream, by what was said of it before."""
+    if offering.closed:
+        return SeatClosed(
+            at=offering.at,
+            group_id=offering.group_id,
+            seat=offering.seat,
+            attempt=offering.attempt,
+            reason=offering.closed,
+            id=list(sample_id),
+        )
+    return SampleOffered(
+        at=offering.at,
+        group_id=offering.group_id,
+        seat=offering.seat,
+        attempt=offering.attempt,
+        id=list(sample_id),
+        num_tokens=offering.num_tokens,
+        reward=offering.reward,
+        oldest_version=offering.oldest_version,
     )
 
 

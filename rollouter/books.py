@@ -18,6 +18,7 @@ from sample_bus.journal import (
     AttemptFailed,
     GroupAdmitted,
     IssueSkipped,
+    Offering,
     RollouterBegan,
     RollouterEnded,
     RollouterRecord,
@@ -119,6 +120,7 @@ class Books:
     failures: dict[str, TaskFailures] = field(default_factory=dict)
     """By task."""
     quarantined: set[str] = field(default_factory=set)
+    producer: str = "rollouter"
     epoch: int = 0
     """Of the stream; 0 before the first process."""
     fingerprint: str = ""
@@ -130,6 +132,11 @@ class Books:
     _places: dict[SampleId, tuple[str, int]] = field(default_factory=dict)
     _recorded: Settled = field(default_factory=Settled)
     """Sequence numbers of this epoch that stand in the journal."""
+    _offerings: dict[tuple[str, int], tuple[Offering, int | None]] = field(default_factory=dict)
+    """Records handed to the bus, by place, in that order, with their numbers as far as they are known; from the first on whose
+    number is not."""
+    _offerings_from: int = 0
+    """Number of the first of them, if it is in the stream."""
     _admitted: int = 0
     _offered: int = 0
     _failed: Counter[str] = field(default_factory=Counter)
@@ -160,6 +167,8 @@ class Books:
                 self.failures.pop(record.task_id, None)
             case IssueSkipped():
                 self.next_issue = max(self.next_issue, record.issue + 1)
+            case Offering():
+                self._offering(record)
             case RollouterEnded():
                 self.was_cut_off = False
         self._at = max(self._at, record.at)
@@ -209,6 +218,22 @@ class Books:
         beyond = sum(max(0, last - max(first, seq)) for first, last in self._recorded.runs())
         return max(0, self._recorded.watermark - seq) + beyond
 
+    def silently_stored(self, next_seq: int) -> list[tuple[Offering, SampleId]]:
+        """Records that must be in the stream, whose next record gets number `next_seq`, though nobody noted it: numbers are
+        given in the order in which records are handed over, so each unknown number belongs to the next one that has none.
+
+        To be asked when everything that the stream still holds has been noted: what is found here the trainer has committed.
+        """
+        found = []
+        expected = self._offerings_from
+        for offering, seq in self._offerings.values():
+            if seq is not None:
+                expected = max(expected, seq + 1)
+            elif expected < next_seq and not self._recorded.covers(expected):
+                found.append((offering, SampleId(self.producer, self.epoch, expected)))
+                expected += 1
+        return found
+
     # ── inside ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _began(self, record: RollouterBegan) -> None:
@@ -217,6 +242,7 @@ class Books:
             group.since = record.at
             if self.epoch not in (0, record.epoch):
                 self._lose_records(group)
+        self._offerings.clear()
         if record.epoch != self.epoch:
             self._recorded = Settled()
             self._recent.clear()
@@ -247,6 +273,7 @@ class Books:
         group = self.group(record.group_id)
         if group is None:
             return
+        self._offerings.pop((record.group_id, record.seat), None)
         reason, seat = FailureReason(record.reason), group.seats[record.seat]
         if not seat.is_open:  # the trainer's end refused its record
             self._take_back(seat)
@@ -271,6 +298,7 @@ class Books:
         sample_id = SampleId(*plain)
         if sample_id.epoch == self.epoch and not self._recorded.add(sample_id.seq):
             return
+        self._number((group_id, number), sample_id.seq)
         group = self.group(group_id)
         if group is None:
             return
@@ -285,6 +313,21 @@ class Books:
             self._offered += 1
         if not group.is_open and self.open_groups.pop(group_id, None) is not None:
             self._remember(group_id, group)
+
+    def _offering(self, record: Offering) -> None:
+        if not self._offerings:
+            self._offerings_from = self._recorded.watermark
+        place = (record.group_id, record.seat)
+        self._offerings.pop(place, None)
+        self._offerings[place] = (record, None)
+
+    def _number(self, place: tuple[str, int], seq: int) -> None:
+        if place not in self._offerings:
+            return
+        self._offerings[place] = (self._offerings[place][0], seq)
+        while self._offerings and (first := next(iter(self._offerings.values())))[1] is not None:
+            self._offerings_from = first[1] + 1
+            del self._offerings[first[0].group_id, first[0].seat]
 
     def _take_back(self, seat: SeatBook) -> None:
         """The seat's record, if it has one, does not count any more."""

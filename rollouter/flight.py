@@ -14,7 +14,7 @@ import structlog
 
 from rollouter.admission import Admission, HeldVersion
 from rollouter.attempts import Attempts
-from rollouter.bookkeeping import Bookkeeper, closed, offered
+from rollouter.bookkeeping import Bookkeeper, closed, offered, offering_of
 from rollouter.books import GroupBook
 from rollouter.errors import GivenUp
 from rollouter.failures import TASK_FAULT, FailureReason, FailureStreak, reason_of
@@ -84,6 +84,7 @@ class Cockpit:
         self._quarantine = quarantine
         self._max_task_failures = max_task_failures
         self._streak = streak
+        self._turn = asyncio.Lock()
         self.is_current = is_current
         self.on_end: Callable[[Flight], None] = lambda flight: None
         self.on_refill: Callable[[Flight, FailureReason], None] = lambda flight, reason: None
@@ -144,8 +145,9 @@ class Cockpit:
             flight.go_on()
 
     async def _offer(self, flight: Flight, sample: Sample) -> None:
+        sample.validate()
         flight.offering = True
-        await self._keeper.durable()
+        await self._announce(sample)
         sample_id = await self._producer.offer(sample)
         if not self.is_current():
             return
@@ -159,6 +161,14 @@ class Cockpit:
             num_tokens=sample.num_tokens,
             oldest_version=sample.oldest_version,
         )
+
+    async def _announce(self, record: Sample | ClosedSeat) -> None:
+        """Note that the record is handed to the bus next, in the order in which records are: the caller does so at once when
+        this returns, before anything else runs."""
+        async with self._turn:
+            await self._keeper.durable()
+            self._keeper.write(offering_of(record, self._keeper.now()))
+            await self._keeper.durable()
 
     def refused(self, flight: Flight, message: str) -> None:
         """The trainer's end could not decode the sample that the seat had brought: `fly` closes it. Raises TooManyFailures."""
@@ -233,7 +243,7 @@ class Cockpit:
             incarnation=flight.since.incarnation,
             closed_at=self._keeper.now(),
         )
-        await self._keeper.durable()
+        await self._announce(seat)
         sample_id = await self._producer.close_seat(seat)
         if not self.is_current():
             return

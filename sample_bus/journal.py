@@ -150,6 +150,23 @@ class RollouterEnded:
     counts: dict[str, Any]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Offering:
+    """A record is about to be handed to the bus. Records get their numbers in the order of these: so a process that comes
+    again knows which were stored, though nobody noted it (`SampleOffered`, `SeatClosed`) and the trainer has committed them."""
+
+    KIND: ClassVar[int] = 10
+    at: float
+    group_id: str
+    seat: int
+    attempt: int
+    closed: str
+    """Reason of a closed seat; empty for a sample, of which the rest tells."""
+    num_tokens: int = 0
+    reward: float = 0.0
+    oldest_version: int = -1
+
+
 # ── written by the trainer ───────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -281,6 +298,7 @@ RollouterRecord = (
     | TaskReleased
     | IssueSkipped
     | RollouterEnded
+    | Offering
 )
 TrainerRecord = (
     TrainerBegan | Queued | StepBegan | StepTrained | RecordsDropped | RecordsGone | VersionPublished | Saved | TrainerEnded

@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 
@@ -49,8 +50,8 @@ class FakeProducer:
         self.before_return: asyncio.Event | None = None
         """An offer whose record is stored returns only when this is set."""
         self.resumption = stream.resumption()
-        self._waiting = 0
-        self._room = asyncio.Condition()
+        self._is_dead = False
+        self._waiting: deque[tuple[Item, asyncio.Future[int]]] = deque()
         self._rejections: asyncio.Queue[Rejection] = asyncio.Queue()
 
     async def offer(self, sample: Sample) -> SampleId:
@@ -80,15 +81,18 @@ class FakeProducer:
             acknowledged=self.stream.settled,
             unsettled=stored - self.stream.settled,
             bytes_sent=0,
-            waiting=self._waiting,
+            waiting=len(self._waiting),
             committed=self.stream.committed,
         )
 
-    async def settle(self, count: int) -> None:
+    def die(self) -> None:
+        """The process ends here and now: nothing more reaches the stream."""
+        self._is_dead = True
+
+    def settle(self, count: int) -> None:
         """The trainer gives the credit of `count` records back."""
-        async with self._room:
-            self.stream.settled += count
-            self._room.notify_all()
+        self.stream.settled += count
+        self._pump()
 
     def reject(self, seq: int, error: str) -> Rejection:
         """The trainer's end could not decode that record."""
@@ -97,17 +101,25 @@ class FakeProducer:
         return rejection
 
     async def _put(self, record: Item) -> SampleId:
-        self._waiting += 1
+        placed: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        self._waiting.append((record, placed))
+        self._pump()
         try:
-            async with self._room:
-                await self._room.wait_for(lambda: len(self.stream.records) - self.stream.settled < self.credit)
-        finally:
-            self._waiting -= 1
-        if self.failure is not None:
-            raise self.failure
-        seq = len(self.stream.records)
-        self.stream.records.append(record)
+            seq = await placed
+        except asyncio.CancelledError:
+            self._waiting = deque(one for one in self._waiting if one[1] is not placed)
+            raise
         await asyncio.sleep(0)  # durable: a death from here on finds it in the stream
         if self.before_return is not None:
             await self.before_return.wait()
         return SampleId(self.name, self.stream.epoch, seq)
+
+    def _pump(self) -> None:
+        """Numbers are given in the order of offers, as far as the credit reaches."""
+        while not self._is_dead and self._waiting and len(self.stream.records) - self.stream.settled < self.credit:
+            record, placed = self._waiting.popleft()
+            if self.failure is not None:
+                placed.set_exception(self.failure)
+                continue
+            placed.set_result(len(self.stream.records))
+            self.stream.records.append(record)

@@ -53,6 +53,7 @@ class Desk:
     async def cut_off(self) -> None:
         """End it as a death would: nothing is noted any more."""
         self.run.keeper.release()
+        self.producer.die()
         if self.task is not None:
             self.task.cancel()
             await asyncio.wait((self.task,))

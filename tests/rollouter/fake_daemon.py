@@ -1,8 +1,13 @@
-"""The rollouter as a process of its own, with a fake engine: `python -m tests.rollouter.fake_daemon key=value …`."""
+"""The rollouter as a process of its own, with a fake engine: `python -m tests.rollouter.fake_daemon key=value …`.
+
+With `FAKE_ENGINE_DELAY_S` in the environment each reply takes a random time up to so many seconds.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import os
+import random
 import sys
 from collections.abc import Callable
 
@@ -15,13 +20,18 @@ from rollouter.codec import Codec
 from rollouter.daemon import run
 from rollouter.engines import EngineFleet
 from sample_bus.messages import RoundResult
-from tests.fakes.fake_engine import FakeEngine, FakeTokenizer
+from tests.fakes.fake_engine import Call, FakeEngine, FakeTokenizer
 
 
 def open_fake(
     settings: Settings, *, on_change: Callable[[], None], on_round_result: Callable[[RoundResult], None]
 ) -> EngineFleet:
-    return FakeEngine()
+    delay_s = float(os.environ.get("FAKE_ENGINE_DELAY_S", "0"))
+
+    async def before_reply(call: Call) -> None:
+        await asyncio.sleep(random.random() * delay_s)
+
+    return FakeEngine(before_reply=before_reply)
 
 
 def main() -> int:

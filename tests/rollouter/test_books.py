@@ -15,6 +15,7 @@ from sample_bus.journal import (
     LATE_RESULT,
     AttemptFailed,
     GroupAdmitted,
+    Offering,
     RollouterBegan,
     RollouterEnded,
     RollouterRecord,
@@ -275,3 +276,37 @@ def test_books_stay_consistent_and_are_the_same_when_replayed(events: list[tuple
     assert told.counts().model_dump(include={"admitted", "offered", "failed", "in_flight"}) == books.counts().model_dump(
         include={"admitted", "offered", "failed", "in_flight"}
     )
+
+
+def offering(seat: int, *, group: str = "g0", closed: str = "") -> Offering:
+    return Offering(at=0.0, group_id=group, seat=seat, attempt=0, closed=closed)
+
+
+def _silently(books: Books, next_seq: int) -> list[tuple[int, int]]:
+    return [(one.seat, sample_id.seq) for one, sample_id in books.silently_stored(next_seq)]
+
+
+def test_records_committed_before_they_were_noted_are_known_by_their_order() -> None:
+    """B38: three were handed over and not noted; the stream has got two of them."""
+    books = books_of(
+        began(), admitted(size=5), offering(4), offered(4, 0), offering(2), offering(0), offering(3, closed="timeout")
+    )
+    assert _silently(books, 1) == []
+    assert _silently(books, 3) == [(2, 1), (0, 2)]
+    assert _silently(books, 4) == [(2, 1), (0, 2), (3, 3)]
+
+
+def test_numbers_that_are_known_tell_those_between_them() -> None:
+    """Seat 1's record failed to be stored: no number is left for it."""
+    books = books_of(began(), admitted(size=5), offering(0), offering(1), offering(2), offering(3))
+    for record in (offered(0, 0), offered(2, 1)):
+        books.apply(record)
+    assert _silently(books, 3) == [(3, 2)]
+    books.apply(failed(1, 0, FailureReason.BAD_SAMPLE, Move.RETRY))
+    books.apply(offering(1))
+    assert _silently(books, 4) == [(3, 2), (1, 3)]
+
+
+def test_what_was_handed_over_by_an_earlier_process_and_never_stored_is_void() -> None:
+    books = books_of(began(), admitted(), offering(0), offering(1), began(), offering(2))
+    assert _silently(books, 1) == [(2, 0)]

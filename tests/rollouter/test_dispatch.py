@@ -90,8 +90,9 @@ async def test_deaths_at_any_moment_lose_no_rollout_and_repeat_none(tmp_path: Pa
     while True:
         engine = await engine_at(0)
         engine.before_reply = _erratic(chance, 0.15)
-        producer = FakeProducer(stream)
-        stream.committed = chance.randrange(stream.committed, max(stream.committed, len(stream.records) - 30) + 1)
+        producer = FakeProducer(stream, credit=chance.randrange(4, 80))
+        stream.committed = chance.randrange(stream.committed, len(stream.records) + 1)
+        stream.settled = chance.randrange(stream.settled, len(stream.records) + 1)
         async with open_desk(settings, producer, engine, num_samples_needed=4 * NUM_GROUPS, process=f"p{lives}") as desk:
             lives += 1
             desk.start()
@@ -101,6 +102,8 @@ async def test_deaths_at_any_moment_lose_no_rollout_and_repeat_none(tmp_path: Pa
                 before = desk.books
                 assert Bookkeeper(tmp_path, "run-1").books == before
                 continue
+            producer.credit = 10**9
+            producer.settle(0)
             await _until(desk, lambda: desk.run.dispatcher.holding is Hold.ENOUGH and not desk.books.open_groups)
             desk.drain()
             await desk.ended()
