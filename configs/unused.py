@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from configs.keys import leaves
-from configs.schema import Settings
+from configs.schema import BusSettings, Settings
 
 MADE_HERE = "tiny-sort"
 CONVERTED_HERE = "smollm2-135m-instruct"
 _RAY_DETAILS = ("ray_address", "num_cpus_per_engine", "num_gpus_per_engine", "placement_timeout_s")
+_TLS_DETAILS = ("redis_ca_file", "redis_cert_file", "redis_key_file")
 _EVALUATION_DETAILS = tuple(
     key.removeprefix("evaluation.")
     for key in leaves()
@@ -47,6 +48,12 @@ def _unused(settings: Settings, on_gpu: bool) -> Iterator[tuple[str, str]]:
         yield "trainer.max_importance_weight", "proximal=behavior takes the ratio itself, without an importance weight"
     if settings.bus.keys_dir is not None and not settings.bus.address.startswith("tcp://"):
         yield "bus.keys_dir", "only tcp:// addresses use keys"
+    if settings.bus.transport == "redis":
+        yield "bus.spool_sync", "the Redis server keeps the records: there is no spool"
+        if not settings.bus.address.startswith("rediss://"):
+            yield from ((f"bus.{name}", "only rediss:// addresses use TLS") for name in _TLS_DETAILS)
+    else:
+        yield from ((f"bus.{name}", "bus.transport is zmq") for name in BusSettings.model_fields if name.startswith("redis_"))
     if settings.max_staleness is None:
         yield "on_stale", "max_staleness is null: no sample is ever too old"
     if not (settings.evaluation.at_start or settings.evaluation.at_end or settings.evaluation.every_versions):

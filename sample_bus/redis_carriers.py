@@ -11,7 +11,7 @@ from sample_bus.events import SERVER
 from sample_bus.frames import Ack, Control
 from sample_bus.position import StreamPosition
 from sample_bus.redis_hub_control import HubControl
-from sample_bus.redis_keys import RunKeys
+from sample_bus.redis_keys import keys_of
 from sample_bus.redis_link_control import LinkControl
 from sample_bus.redis_lock import RunLock
 from sample_bus.redis_reader import ReaderThread
@@ -22,7 +22,7 @@ from sample_bus.redis_wire import Broker
 class RedisHubCarrier:
     def __init__(self, broker: Broker, bus: BusSettings, lock: RunLock, *, run_id: str, deliver: Deliver) -> None:
         """`lock` was acquired (`redis_open.prepare_hub`)."""
-        keys = RunKeys(broker.address.run)
+        keys = keys_of(broker.address)
         self._address = str(broker.address)
         self._control = HubControl(broker, bus, keys, lock, run_id=run_id, deliver=deliver)
         self._reader = ReaderThread(broker, bus, keys, run_id, deliver=deliver)
@@ -68,7 +68,7 @@ class RedisHubCarrier:
 
 class RedisLinkCarrier:
     def __init__(self, broker: Broker, bus: BusSettings, *, name: str, deliver: Deliver) -> None:
-        keys = RunKeys(broker.address.run)
+        keys = keys_of(broker.address)
         self._store = StoreThread(broker, keys, name, deliver=deliver)
         self._control = LinkControl(broker, bus, keys, name=name, deliver=deliver, received=self._store.received)
 
@@ -101,6 +101,6 @@ class RedisLinkCarrier:
 
     async def close(self, *, flush_s: float) -> None:
         try:
-            await self._store.close(flush_s=flush_s)
+            await self._control.close(flush_s=flush_s)  # first: its thread tells the other one what was received
         finally:
-            await self._control.close(flush_s=flush_s)
+            await self._store.close(flush_s=flush_s)

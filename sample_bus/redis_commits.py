@@ -33,7 +33,8 @@ class Commits:
         """Watermark up to which entries are to be deleted."""
         self._deleted: dict[Place, int] = {}
         """Below it there is nothing."""
-        self._next_try = 0.0
+        self.next_try = 0.0
+        """When the server, which did not delete, is asked again; by the monotonic clock."""
 
     def __bool__(self) -> bool:
         """Whether something is to be deleted."""
@@ -50,14 +51,14 @@ class Commits:
 
     def carry_out(self, serving: Wire) -> None:
         """Delete what is wanted. What the server does not delete for now stays wanted. Raises GONE."""
-        if not self._wanted or time.monotonic() < self._next_try:
+        if not self._wanted or time.monotonic() < self.next_try:
             return
         for place, watermark in list(self._wanted.items()):
             try:
                 self._delete(serving, place, watermark)
             except redis.ResponseError as error:
                 log.warning("committed records are not deleted for now", producer=place[0], error=str(error))
-                self._next_try = time.monotonic() + RETRY_S
+                self.next_try = time.monotonic() + RETRY_S
                 return
             self._deleted[place] = watermark
             del self._wanted[place]

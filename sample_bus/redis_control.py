@@ -77,7 +77,12 @@ class ControlThread(ABC):
     async def close(self, *, flush_s: float) -> None:
         """Send what was handed over and end the thread."""
         self._io.command(self._stop)
-        await self._io.end(flush_s=flush_s)
+        await self._io.end(flush_s=flush_s, abort=self._abort)
+
+    def _abort(self) -> None:
+        post = self._post
+        if post is not None:
+            post.abort()
 
     # ── what the ends do themselves ──────────────────────────────────────────────────────────────────────────────────
 

@@ -2,10 +2,10 @@
 
     headrace:RUN:lock                   who hosts the bus of that run: expires unless renewed
     headrace:RUN:RUN_ID:s:PRODUCER      stream of a producer's records; entry EPOCH-(SEQ + 1), fields f0, f1, … are the frames
-    headrace:RUN:c:hub                  channel of messages to the trainer
-    headrace:RUN:c:run.RUN_ID           its trainer is subscribed: that run goes on
-    headrace:RUN:c:all                  channel on which the trainer says that it is there
-    headrace:RUN:c:CLIENT               channel of messages to one connection of a client
+    headrace:RUN:c:DB:hub               channel of messages to the trainer (channels are not of a database)
+    headrace:RUN:c:DB:run.RUN_ID        its trainer is subscribed: that run goes on
+    headrace:RUN:c:DB:all               channel on which the trainer says that it is there
+    headrace:RUN:c:DB:CLIENT            channel of messages to one connection of a client
 
 Invariant: a record's place in its stream is its entry id, so what is added twice is there once.
 """
@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from configs.redis_address import RedisAddress
 from sample_bus.errors import WireError
 from sample_bus.packing import pack, unpack
 
@@ -30,6 +31,7 @@ Buffer = bytes | memoryview
 @dataclass(frozen=True, slots=True)
 class RunKeys:
     run: str
+    db: int
 
     @property
     def lock(self) -> str:
@@ -37,20 +39,24 @@ class RunKeys:
 
     @property
     def hub_channel(self) -> str:
-        return f"headrace:{self.run}:c:hub"
+        return f"headrace:{self.run}:c:{self.db}:hub"
 
     @property
     def all_channel(self) -> str:
-        return f"headrace:{self.run}:c:all"
+        return f"headrace:{self.run}:c:{self.db}:all"
 
     def run_channel(self, run_id: str) -> str:
-        return f"headrace:{self.run}:c:run.{run_id}"
+        return f"headrace:{self.run}:c:{self.db}:run.{run_id}"
 
     def client_channel(self, peer: bytes) -> bytes:
-        return f"headrace:{self.run}:c:".encode() + peer
+        return f"headrace:{self.run}:c:{self.db}:".encode() + peer
 
     def stream(self, run_id: str, producer: str) -> str:
         return f"headrace:{self.run}:{run_id}:s:{producer}"
+
+
+def keys_of(address: RedisAddress) -> RunKeys:
+    return RunKeys(address.run, address.db)
 
 
 def entry_id(epoch: int, seq: int) -> str:

@@ -20,7 +20,7 @@ from sample_bus import redis_durability
 from sample_bus.errors import BusError, Insecure
 from sample_bus.patience import NOTICE_S
 from sample_bus.redis_control import RECONNECT_MAX_S
-from sample_bus.redis_keys import RunKeys
+from sample_bus.redis_keys import keys_of
 from sample_bus.redis_lock import RunLock
 from sample_bus.redis_wire import GONE, Broker, Wire, broker_of
 
@@ -74,7 +74,7 @@ async def prepare_hub(bus: BusSettings, broker: Broker) -> RunLock:
 
     Raises AddressInUse, NotDurable, Insecure (credentials), BusError.
     """
-    lock = RunLock(RunKeys(broker.address.run), server=broker.address.server, expires_s=bus.heartbeat_timeout_s)
+    lock = RunLock(keys_of(broker.address), server=broker.address.server, expires_s=bus.heartbeat_timeout_s)
     given_up = threading.Event()
     try:
         await asyncio.to_thread(_prepare, bus, broker, lock, given_up)
@@ -124,7 +124,7 @@ def is_served(bus: BusSettings, address: str, *, run_id: str | None = None, time
         broker = broker_at(bus, address)
         wire = Wire(broker, patience_s=timeout_s)
         try:
-            keys = RunKeys(broker.address.run)
+            keys = keys_of(broker.address)
             return bool(wire.call("PUBSUB", "NUMSUB", keys.hub_channel if run_id is None else keys.run_channel(run_id))[1])
         finally:
             wire.close()

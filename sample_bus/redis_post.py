@@ -75,6 +75,11 @@ class Post:
         elif now - self._awaited_since > self._patience_s:
             raise redis.TimeoutError(f"no answer for {now - self._awaited_since:.1f} s")
 
+    def abort(self) -> None:
+        """Break off what another thread waits for here."""
+        self.subscribed.abort()
+        self.publishing.abort()
+
     def close(self) -> None:
         self.subscribed.close()
         self.publishing.close()

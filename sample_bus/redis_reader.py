@@ -77,8 +77,14 @@ class ReaderThread:
 
     async def close(self, *, flush_s: float) -> None:
         """Delete what is committed, within `flush_s`, and end the thread."""
-        self._io.command(lambda: self._stop(flush_s))
-        await self._io.end(flush_s=flush_s)
+        stop_at = time.monotonic() + flush_s
+        self._io.command(lambda: self._stop(stop_at))
+        await self._io.end(flush_s=flush_s, abort=self._abort)
+
+    def _abort(self) -> None:
+        for wire_ in (self._serving, self._blocking):
+            if wire_ is not None:
+                wire_.abort()
 
     # ── the thread ───────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -87,7 +93,7 @@ class ReaderThread:
             while not self._is_done():
                 self._sleep()
                 self._io.run_commands()
-                if time.monotonic() >= self._next_try:
+                if time.monotonic() >= self._next_try and not self._is_done():
                     self._work()
                 self._io.hand_over()
         finally:
@@ -103,6 +109,8 @@ class ReaderThread:
             until = self._answer_by
         if self._next_try > now or self._blocking is None:
             until = min(until, self._next_try)
+        if self._commits:
+            until = min(until, max(self._next_try, self._commits.next_try))
         if self._stop_at is not None:
             until = min(until, self._stop_at)
         try:
@@ -178,8 +186,8 @@ class ReaderThread:
         if intake is not None:
             intake.open_room(received=ack.received, limit=ack.limit_samples, room_bytes=ack.room_bytes)
 
-    def _stop(self, flush_s: float) -> None:
-        self._stop_at = time.monotonic() + flush_s
+    def _stop(self, stop_at: float) -> None:
+        self._stop_at = stop_at
 
     def _join(self, intake: Intake, serving: Wire) -> None:
         """Make the stream's group if it has none, and take over what other consumers of it left pending."""

@@ -69,8 +69,14 @@ class StoreThread:
 
     async def close(self, *, flush_s: float) -> None:
         """Add what waits, within `flush_s`, and end the thread."""
-        self._io.command(lambda: self._stop(flush_s))
-        await self._io.end(flush_s=flush_s)
+        stop_at = time.monotonic() + flush_s
+        self._io.command(lambda: self._stop(stop_at))
+        await self._io.end(flush_s=flush_s, abort=self._abort)
+
+    def _abort(self) -> None:
+        wire = self._wire
+        if wire is not None:
+            wire.abort()
 
     # ── the thread ───────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -79,7 +85,7 @@ class StoreThread:
             while not self._is_done():
                 self._sleep()
                 self._io.run_commands()
-                if self._has_work and time.monotonic() >= self._next_try:
+                if self._has_work and time.monotonic() >= self._next_try and not self._is_done():
                     self._work()
                 self._io.hand_over()
         finally:
@@ -215,5 +221,5 @@ class StoreThread:
         records = tuple(found.get(seq, ()) for seq in range(first, max(found, default=first - 1) + 1))
         self._io.emit(ReadBack(first=first, records=records))
 
-    def _stop(self, flush_s: float) -> None:
-        self._stop_at = time.monotonic() + flush_s
+    def _stop(self, stop_at: float) -> None:
+        self._stop_at = stop_at

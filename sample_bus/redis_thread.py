@@ -19,8 +19,10 @@ from sample_bus.events import Crashed, Event
 
 log = structlog.get_logger()
 
+_GRACE_S = 1.0
+"""Beyond the flush, before a command under way is broken off."""
 _END_S = 15.0
-"""Deadline for the thread's end beyond its flush; a connect or a command under way ends earlier."""
+"""Deadline for the thread's end after that; a connect under way ends earlier."""
 
 
 class IoThread:
@@ -52,13 +54,18 @@ class IoThread:
             self._woken = True
             os.eventfd_write(self.wake_fd, 1)
 
-    async def end(self, *, flush_s: float) -> None:
-        """Wait for the thread, which was told to stop."""
+    async def end(self, *, flush_s: float, abort: Callable[[], None]) -> None:
+        """Wait for the thread, which was told to stop; `abort` breaks off what it waits for in vain."""
         if self._thread is None:
             self._finish()
             return
-        async with asyncio.timeout(flush_s + _END_S):
-            await self._ended.wait()
+        try:
+            async with asyncio.timeout(flush_s + _GRACE_S):
+                await self._ended.wait()
+        except TimeoutError:
+            abort()
+            async with asyncio.timeout(_END_S):
+                await self._ended.wait()
         self._thread.join()
 
     def _finish(self) -> None:

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import os
 import select
+import socket
 import stat
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -97,10 +99,10 @@ class Wire:
 
     def fileno(self) -> int:
         """Readable when a reply or the end of the connection is there (and nothing is buffered: see `readable`)."""
-        socket = self._connection._sock  # noqa: SLF001 - redis-py tells nobody what to poll
-        if socket is None:
+        sock = self._connection._sock  # noqa: SLF001 - redis-py tells nobody what to poll
+        if sock is None:
             raise redis.ConnectionError("the connection is closed")
-        number: int = socket.fileno()
+        number: int = sock.fileno()
         return number
 
     def readable(self, timeout_s: float = 0.0) -> bool:
@@ -143,6 +145,13 @@ class Wire:
 
     def close(self) -> None:
         self._connection.disconnect()
+
+    def abort(self) -> None:
+        """Break off what another thread waits for on this connection."""
+        sock = self._connection._sock  # noqa: SLF001
+        if sock is not None:
+            with suppress(OSError):
+                socket.socket.shutdown(sock, socket.SHUT_RDWR)
 
 
 def _connection(broker: Broker, patience_s: float) -> Any:

@@ -277,6 +277,37 @@ async def test_a_server_that_loses_samples_is_refused_with_the_remedy(volatile: 
     await soon(_opened(volatile))
 
 
+async def test_two_runs_of_one_name_in_two_databases_do_not_meet(server: RedisServer) -> None:
+    """Channels are not of a database."""
+    other = server.address.replace("/0#", "/1#")
+    async with (
+        ends(server) as (hub, link),
+        hub_at(other, run_id="other", transport="redis") as other_hub,
+        link_to(other, transport="redis") as other_link,
+    ):
+        await other_link.wait_connected(HANG_S)
+        assert other_link.resumption is not None
+        assert other_link.resumption.run_id == "other"
+        there = [await soon(other_link.offer(make_sample()))]
+        here = await offer(link, 0, 1)
+        assert await leased(hub, 1) == here
+        assert await leased(other_hub, 1) == there
+
+
+async def test_closing_on_a_server_that_hangs_ends(server: RedisServer) -> None:
+    """With offers under way, and long before any deadline of the connection."""
+    async with hub_on(server) as hub:
+        async with link_on(server) as link:
+            await link.wait_connected(HANG_S)
+            await offer(link, 0, 2)
+            server.signal(signal.SIGSTOP)
+            offering = asyncio.create_task(link.offer(make_sample()))
+            await asyncio.sleep(0.1)
+        with pytest.raises(BusError):
+            await soon(offering)
+        assert hub.consumer_statistics().rejected == 0
+
+
 async def test_streams_of_an_earlier_run_are_left_alone(server: RedisServer) -> None:
     async with link_on(server) as link:
         async with hub_on(server):
