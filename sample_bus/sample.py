@@ -19,6 +19,9 @@ from sample_bus.errors import WireError
 
 NO_VERSION = -1
 _INT32 = np.dtype(np.int32)
+_MAX_LOGPROB = 1e-3
+"""Rounding may put a logprob just above 0."""
+_MIN, _MAX = np.minimum.reduce, np.maximum.reduce
 _PER_TOKEN = (("tokens", _INT32), ("loss_mask", np.dtype(np.uint8)), ("behavior_logprobs", np.dtype(np.float32)))
 
 
@@ -114,7 +117,11 @@ class Sample:
             array = getattr(self, name)
             if array.dtype != _INT32 or array.ndim != 1 or array.size != self.versions.size or array.size == 0:
                 raise WireError(f"{name}: got {array.dtype}{list(array.shape)}, expected int32[R] (rollout {self.rollout_id})")
-        self._check_runs(length)
+        self.check_values()
+
+    def check_values(self) -> None:
+        """The part of `validate` that looks at values: for arrays whose types and lengths are known to fit."""
+        self._check_runs(self.num_tokens)
         self._check_tokens()
         if not math.isfinite(self.reward):
             raise WireError(f"reward: got {self.reward}, expected a finite number (rollout {self.rollout_id})")
@@ -136,18 +143,18 @@ class Sample:
                 raise WireError(f"versions: a trained token has no policy version (rollout {self.rollout_id})")
 
     def _check_tokens(self) -> None:
-        if (lowest := np.minimum.reduce(self.tokens)) < 0:
+        logprobs, mask = self.behavior_logprobs, self.loss_mask
+        if (lowest := _MIN(self.tokens)) < 0:
             raise WireError(f"tokens: got {int(lowest)}, expected ids >= 0 (rollout {self.rollout_id})")
-        if (highest := np.maximum.reduce(self.loss_mask)) > 1:
+        if (highest := _MAX(mask)) > 1:
             raise WireError(f"loss_mask: got {int(highest)}, expected 0 or 1 (rollout {self.rollout_id})")
-        logprobs = self.behavior_logprobs
-        least, most = float(np.minimum.reduce(logprobs)), float(np.maximum.reduce(logprobs))  # NaN if one is
-        if not (math.isfinite(least) and math.isfinite(most)):
-            at = int(np.flatnonzero(~np.isfinite(logprobs))[0])
-            raise WireError(
-                f"behavior_logprobs[{at}]: got {logprobs[at]}, expected a finite number (rollout {self.rollout_id})"
-            )
-        if most > 1e-3:
+        most = _MAX(logprobs)  # NaN if one is
+        if not (most <= _MAX_LOGPROB and _MIN(logprobs) > -math.inf):
+            odd = np.flatnonzero(~np.isfinite(logprobs))
+            if odd.size:
+                at = int(odd[0])
+                got = f"behavior_logprobs[{at}]: got {logprobs[at]}"
+                raise WireError(f"{got}, expected a finite number (rollout {self.rollout_id})")
             raise WireError(f"behavior_logprobs: got {most}, expected <= 0 (rollout {self.rollout_id})")
-        if np.count_nonzero(np.greater(logprobs != 0, self.loss_mask.view(np.bool_))):
+        if np.count_nonzero(np.greater(logprobs != 0, mask.view(np.bool_))):
             raise WireError(f"behavior_logprobs: not 0 where the loss mask is 0 (rollout {self.rollout_id})")

@@ -1,6 +1,6 @@
 """Wire format of a record: `HDR1`.
 
-    frame 0   prefix (48 bytes, little-endian) and header (msgpack map of scalars and, of a sample, the column table)
+    frame 0   prefix (48 bytes, little-endian) and header (msgpack map of scalars)
     frame 1   body of a sample: the small columns, each at a multiple of 64 bytes
     frame 2…  one large column each (64 KiB and more), sent without a copy
 
@@ -8,7 +8,7 @@ A closed seat is frame 0 alone.
 
     prefix    magic 4s | version u8 | kind u8 | flags u16 | epoch u64 | seq u64 | header_len u32 | n_frames u32 | body_len u64 |
               xxh3_64 u64 over everything else: the 40 bytes before it, header, body, large columns
-    columns   raw little-endian, dtypes fixed by name
+    columns   raw little-endian; their order and dtypes are fixed, so `num_tokens` and `num_runs` say where each lies
 
 Invariant: `decode` returns exactly what `encode` was given, or raises WireError; no bytes make it do anything else. Arrays are
 read-only views on the frames.
@@ -42,14 +42,9 @@ _PREFIX = struct.Struct("<4sBBHQQIIQ")
 _CHECKSUM = struct.Struct("<Q")
 PREFIX_BYTES = _PREFIX.size + _CHECKSUM.size
 _PREFIX_FIELDS = ("magic", "version", "kind", "flags", "frames", "header bytes", "body bytes")
-_COLUMNS: dict[str, tuple[np.dtype[Any], str]] = {
-    "tokens": (np.dtype("<i4"), "<i4"),
-    "loss_mask": (np.dtype("u1"), "|u1"),
-    "behavior_logprobs": (np.dtype("<f4"), "<f4"),
-    "version_starts": (np.dtype("<i4"), "<i4"),
-    "versions": (np.dtype("<i4"), "<i4"),
-}
-"""Columns in the order in which they travel: dtype, and its name in the header."""
+_PER_TOKEN = (("tokens", np.dtype("<i4")), ("loss_mask", np.dtype("u1")), ("behavior_logprobs", np.dtype("<f4")))
+_PER_RUN = (("version_starts", np.dtype("<i4")), ("versions", np.dtype("<i4")))
+"""Columns in the order in which they travel: one value a token, then one a run of equal versions."""
 _SCALARS: dict[str, type[Any]] = {
     "task_id": str,
     "group_id": str,
@@ -81,7 +76,7 @@ _CLOSED: dict[str, type[Any]] = {
     "closed_at": float,
 }
 _HEADERS: dict[int, dict[str, type[Any]]] = {
-    KIND_SAMPLE: {"producer": str, "columns": list, **_SCALARS},
+    KIND_SAMPLE: {"producer": str, "num_tokens": int, "num_runs": int, **_SCALARS},
     KIND_CLOSED: {"producer": str, **_CLOSED},
 }
 _NAMES = {kind: list(layout) for kind, layout in _HEADERS.items()}
@@ -114,23 +109,28 @@ def prepare_closed(closed: ClosedSeat, producer: str) -> list[bytes | memoryview
 
 
 def prepare(sample: Sample, producer: str) -> list[bytes | memoryview]:
-    """Header, body and large columns: all but the prefix, which takes the place in the stream."""
-    table: list[list[Any]] = []
-    small = bytearray()
+    """Header, body and large columns: all but the prefix, which takes the place in the stream.
+
+    Raises WireError for columns whose lengths do not fit together.
+    """
+    num_tokens, num_runs = sample.tokens.size, sample.versions.size
+    small: list[bytes] = []
     large: list[bytes | memoryview] = []
-    for name, (dtype, code) in _COLUMNS.items():
+    end = 0
+    for name, dtype, length in _columns_of(num_tokens, num_runs):
         array = np.ascontiguousarray(getattr(sample, name), dtype=dtype)
+        if array.size != length:
+            raise WireError(f"{name}: {array.size} values, expected {length} (rollout {sample.rollout_id[:80]})")
         if array.nbytes >= LARGE_COLUMN_BYTES:
             large.append(array.view(np.uint8).data)
-            table.append([name, code, array.size, 1 + len(large), 0, array.nbytes])
         else:
-            small.extend(bytes(-len(small) % _ALIGN))
-            table.append([name, code, array.size, 1, len(small), array.nbytes])
-            small += array.tobytes()
-    header: dict[str, Any] = {"producer": producer, "columns": table}
+            gap = -end % _ALIGN
+            small += (bytes(gap), array.tobytes())
+            end += gap + array.nbytes
+    header: dict[str, Any] = {"producer": producer, "num_tokens": num_tokens, "num_runs": num_runs}
     for name, kind in _SCALARS.items():
         header[name] = kind(getattr(sample, name))
-    return [_packed(header, KIND_SAMPLE, sample.rollout_id), bytes(small), *large]
+    return [_packed(header, KIND_SAMPLE, sample.rollout_id), b"".join(small), *large]
 
 
 def stamp(parts: Sequence[bytes | memoryview], epoch: int, seq: int) -> list[bytes | memoryview]:
@@ -181,22 +181,24 @@ def decode(frames: Sequence[bytes | memoryview], *, max_bytes: int) -> tuple[Sam
     if computed != checksum:
         raise WireError(f"checksum: got {checksum:016x}, expected {computed:016x} (epoch {epoch}, seq {seq})")
     header = _checked_header(unpack(header_view, "header", max_items=_MAX_ITEMS), kind)
+    producer = header.pop("producer")
     record = _closed_seat(header) if kind == KIND_CLOSED else _sample(header, views)
-    record.validate()
-    return SampleId(header["producer"], epoch, seq), record
+    return SampleId(producer, epoch, seq), record
 
 
 def _sample(header: dict[str, Any], views: Sequence[memoryview]) -> Sample:
-    columns = _columns(header["columns"], views)
-    return Sample(
-        **{name: header[name] for name in _SCALARS if name != "stop_reason"},
-        stop_reason=_STOP_REASONS[header["stop_reason"]],
-        **columns,
-    )
+    """The sample of a checked header, all its values checked too."""
+    columns = _columns(header.pop("num_tokens"), header.pop("num_runs"), views)
+    header["stop_reason"] = _STOP_REASONS[header["stop_reason"]]
+    sample = Sample(**header, **columns)
+    sample.check_values()
+    return sample
 
 
 def _closed_seat(header: dict[str, Any]) -> ClosedSeat:
-    return ClosedSeat(**{name: header[name] for name in _CLOSED})
+    closed = ClosedSeat(**header)
+    closed.validate()
+    return closed
 
 
 def _packed(header: dict[str, Any], kind: int, rollout_id: str) -> bytes:
@@ -240,28 +242,30 @@ def _oddity(header: Any, kind: int) -> str:
     return f"got other keys than expected: {odd}" if odd else "its keys are in another order than expected"
 
 
-def _columns(table: list[Any], views: Sequence[memoryview]) -> dict[str, Any]:
-    """Arrays by name. The table must be the one that `prepare` makes: every byte of every frame has one owner."""
-    if len(table) != len(_COLUMNS):
-        raise WireError(f"columns: got {len(table)}, expected {len(_COLUMNS)}")
+def _columns_of(num_tokens: int, num_runs: int) -> list[tuple[str, np.dtype[Any], int]]:
+    """Name, dtype and length of each column."""
+    per_token = [(name, dtype, num_tokens) for name, dtype in _PER_TOKEN]
+    return [*per_token, *((name, dtype, num_runs) for name, dtype in _PER_RUN)]
+
+
+def _columns(num_tokens: int, num_runs: int, views: Sequence[memoryview]) -> dict[str, Any]:
+    """Arrays by name, each a view. Every byte of every frame has one owner."""
+    if num_tokens < 1 or num_runs < 1:
+        raise WireError(f"columns: got {num_tokens} tokens in {num_runs} runs, expected at least 1 each")
     columns: dict[str, Any] = {}
-    end, next_frame = 0, 2
-    for row, (name, (dtype, code)) in zip(table, _COLUMNS.items(), strict=True):
-        length = row[2] if isinstance(row, list) and len(row) == 6 else None
-        if type(length) is not int or length <= 0:
-            raise WireError(f"columns: got {repr(row)[:80]}, expected [{name!r}, {code!r}, length, frame, offset, bytes]")
+    body, end, next_frame = views[1], 0, 2
+    for name, dtype, length in _columns_of(num_tokens, num_runs):
         nbytes = length * dtype.itemsize
-        large = nbytes >= LARGE_COLUMN_BYTES
-        frame, offset = (next_frame, 0) if large else (1, end + -end % _ALIGN)
-        if row != [name, code, length, frame, offset, nbytes]:
-            raise WireError(f"columns: got {repr(row)[:80]}, expected {[name, code, length, frame, offset, nbytes]}")
-        if frame >= len(views) or offset + nbytes > views[frame].nbytes or (large and nbytes != views[frame].nbytes):
-            raise WireError(f"{name}: {length} values at byte {offset} of frame {frame} do not fit what was sent")
-        if large:
-            next_frame += 1
+        if nbytes >= LARGE_COLUMN_BYTES:
+            fits = next_frame < len(views) and views[next_frame].nbytes == nbytes
+            frame, offset, next_frame = next_frame, 0, next_frame + 1
         else:
+            frame, offset = 1, end + -end % _ALIGN
             end = offset + nbytes
+            fits = end <= body.nbytes
+        if not fits:
+            raise WireError(f"{name}: {length} values at byte {offset} of frame {frame} do not fit what was sent")
         columns[name] = np.frombuffer(views[frame], dtype, length, offset)
-    if next_frame != len(views) or end != views[1].nbytes:
-        raise WireError(f"columns: {len(views)} frames with a body of {views[1].nbytes} bytes hold more than the columns")
+    if next_frame != len(views) or end != body.nbytes:
+        raise WireError(f"columns: {len(views)} frames with a body of {body.nbytes} bytes hold more than the columns")
     return columns
