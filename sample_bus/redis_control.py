@@ -148,8 +148,8 @@ class ControlThread(ABC):
 
     def _exchange(self, now: float) -> None:
         try:
-            if self._post is None and now >= self._next_try and not self._stopping:
-                self._connect()
+            if self._post is None and now >= self._next_try and not (self._stopping and self._has_been_up):
+                self._connect()  # once also when it is to end already: what was taken at the server must be given back
             post = self._post
             if post is not None:
                 for channel, data in post.receive():

@@ -102,6 +102,14 @@ async def test_killed_broker_that_comes_back_is_taken_up_by_both_ends(broker: Br
         await until(lambda: link.producer_statistics().committed == 80)
 
 
+async def test_trainer_that_closes_before_it_has_begun_leaves_nothing_at_the_broker(broker: Broker) -> None:
+    """Its successor would wait until the lock expires."""
+    for life in range(10):
+        async with broker.place.hub(incarnation=f"life {life}"):
+            pass
+        assert broker.command("KEYS", "*") == []
+
+
 async def test_broker_that_lost_everything_gets_the_living_producers_copies_again(broker: Broker) -> None:
     """B134: restarted without its data; the group and the stream are made again."""
     place = broker.place
