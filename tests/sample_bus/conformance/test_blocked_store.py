@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
+from structlog.testing import capture_logs
 
 from sample_bus.errors import BusError
 from tests.sample_bus.conformance.brokers import Broker
@@ -14,6 +17,17 @@ from tests.sample_bus.conformance.places import Place
 from tests.sample_bus.conformance.records import sample, task_of, tasks
 from tests.sample_bus.conformance.remote import remote
 from tests.sample_bus.ends import soon, until
+
+BLOCKED = "records cannot be made durable, offers wait"
+UNBLOCKED = "records can be made durable again"
+
+
+def problems_in(lines: Sequence[Mapping[str, Any]]) -> list[str]:
+    """What the log says of a store that was blocked; and that it said when it no longer was."""
+    events = [line["event"] for line in lines]
+    assert events.count(UNBLOCKED) == 1
+    return [line["problem"] for line in lines if line["event"] == BLOCKED]
+
 
 # ── zmq: the producer's disk ─────────────────────────────────────────────────────────────────────────────────────────
 
@@ -56,12 +70,14 @@ async def test_full_disk_holds_offers_until_there_is_room_again(zmq_place: Place
     """ENOSPC from the file system itself."""
     async with zmq_place.hub() as hub, zmq_place.link(spool_dir=disk.path / "spool") as link:
         await soon(link.offer(sample(0, size=1000)))
-        disk.fill()
-        offers = [asyncio.create_task(link.offer(sample(number, size=4000))) for number in range(1, 6)]
-        await asyncio.sleep(0.5)
-        assert not any(offer.done() for offer in offers[1:])
-        disk.free()
-        await soon(asyncio.gather(*offers))
+        with capture_logs() as lines:
+            disk.fill()
+            offers = [asyncio.create_task(link.offer(sample(number, size=4000))) for number in range(1, 6)]
+            await asyncio.sleep(0.5)
+            assert not any(offer.done() for offer in offers[1:])
+            disk.free()
+            await soon(asyncio.gather(*offers))
+        assert any("No space left" in problem for problem in problems_in(lines))
         assert [task_of(await soon(hub.lease())) for _ in range(6)] == tasks(range(6))
 
 
@@ -79,12 +95,14 @@ async def test_broker_out_of_memory_holds_offers_until_it_has_room_again(broker:
     place = broker.place
     async with place.hub() as hub, place.link() as link:
         await soon(link.offer(sample(0)))
-        broker.configure("maxmemory", "1")
-        offers = [asyncio.create_task(link.offer(sample(number))) for number in range(1, 8)]
-        await asyncio.sleep(0.7)
-        assert not any(offer.done() for offer in offers)
-        broker.configure("maxmemory", "0")
-        await soon(asyncio.gather(*offers))
+        with capture_logs() as lines:
+            broker.configure("maxmemory", "1")
+            offers = [asyncio.create_task(link.offer(sample(number))) for number in range(1, 8)]
+            await asyncio.sleep(0.7)
+            assert not any(offer.done() for offer in offers)
+            broker.configure("maxmemory", "0")
+            await soon(asyncio.gather(*offers))
+        assert any("OOM" in problem or "memory" in problem for problem in problems_in(lines))
         assert [task_of(await soon(hub.lease())) for _ in range(8)] == tasks(range(8))
 
 
@@ -93,12 +111,14 @@ async def test_broker_that_became_a_replica_holds_offers_until_it_is_a_master_ag
     place = broker.place
     async with place.hub() as hub, place.link() as link:
         await soon(link.offer(sample(0)))
-        broker.command("REPLICAOF", "127.0.0.1", "1")
-        offers = [asyncio.create_task(link.offer(sample(number))) for number in range(1, 8)]
-        await asyncio.sleep(0.7)
-        assert not any(offer.done() for offer in offers)
-        broker.command("REPLICAOF", "NO", "ONE")
-        await soon(asyncio.gather(*offers))
+        with capture_logs() as lines:
+            broker.command("REPLICAOF", "127.0.0.1", "1")
+            offers = [asyncio.create_task(link.offer(sample(number))) for number in range(1, 8)]
+            await asyncio.sleep(0.7)
+            assert not any(offer.done() for offer in offers)
+            broker.command("REPLICAOF", "NO", "ONE")
+            await soon(asyncio.gather(*offers))
+        assert any("read only" in problem.lower() or "READONLY" in problem for problem in problems_in(lines))
         leases = [await soon(hub.lease()) for _ in range(8)]
         assert [task_of(lease) for lease in leases] == tasks(range(8))
         hub.acknowledge([lease.id for lease in leases])

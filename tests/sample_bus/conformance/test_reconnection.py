@@ -6,6 +6,8 @@ import asyncio
 import signal
 import socket
 
+import pytest
+
 from sample_bus.peers import PeerState
 from tests.sample_bus.conformance.brokers import Broker
 from tests.sample_bus.conformance.places import Place
@@ -76,8 +78,10 @@ async def test_attempts_to_connect_are_spaced_while_nobody_answers(place: Place)
             assert 1 <= accepted <= 3 * MAX_ATTEMPTS_PER_S
 
 
-async def test_killed_broker_that_comes_back_is_taken_up_by_both_ends(broker: Broker) -> None:
-    """B134: a blocked read neither hangs nor dies; pending entries come once; nothing offered is lost."""
+@pytest.mark.parametrize("erased", [False, True])
+async def test_killed_broker_that_comes_back_is_taken_up_by_both_ends(broker: Broker, erased: bool) -> None:
+    """B134: a blocked read neither hangs nor dies; pending entries come once; nothing offered is lost, whatever the broker has
+    lost, while both ends live."""
     place = broker.place
     async with place.hub(max_queued_samples=16) as hub, place.link() as link:
         found: list[str] = []
@@ -88,6 +92,8 @@ async def test_killed_broker_that_comes_back_is_taken_up_by_both_ends(broker: Br
                 found.append(task_of(lease))
                 hub.acknowledge([lease.id])
             await broker.kill()
+            if erased:
+                broker.erase()
             await asyncio.sleep(0.2)
             await broker.restart()
             while len(found) < 20 * life + 20:
