@@ -38,6 +38,8 @@ class LinkControl(ControlThread):
         self._me = b""
         self._hub: bytes | None = None
         self._is_present = False
+        self._has_problem = False
+        """It was said that the server cannot be reached."""
 
     def _channels(self) -> Sequence[Channel]:
         self._num_connections += 1
@@ -48,8 +50,12 @@ class LinkControl(ControlThread):
         if post.num_subscribers(self._keys.hub_channel):
             self._is_present = True
             self._io.emit(Connected())
+        elif self._has_problem:
+            self._io.emit(Unreachable(problem=f"{self._broker} is there again, and no trainer of the run is"))
+        self._has_problem = False
 
     def _went_down(self, problem: str) -> None:
+        self._has_problem = True
         self._unheard(SERVER)
         self._io.emit(Unreachable(problem=problem))
 
