@@ -218,16 +218,13 @@ class Dispatcher:
         self._arm(group_id, group)
 
     def _void(self, rejection: Rejection, rollouts: asyncio.TaskGroup) -> None:
-        """The record is settled where it was refused: a closed seat takes its place. Raises RolloutError if it was one."""
+        """The record is settled where it was refused: a closed seat takes its place. Raises TooManyFailures."""
         place = self._books.place_of(rejection.id)
         group = None if place is None else self._books.group(place[0])
         if place is None or group is None:
             log.warning("refused record is not known any more", seq=rejection.id.seq, error=rejection.error)
             return
-        group_id, number = place
-        if group.seats[number].closed:
-            raise RolloutError(f"the closed seat {group_id}/{number} did not decode at the trainer: {rejection.error}")
-        self._cockpit.refused(self._start(group, number, rollouts), rejection.error)
+        self._cockpit.refused(self._start(group, place[1], rollouts), rejection.error)
 
     def _start(self, group: GroupBook, number: int, rollouts: asyncio.TaskGroup) -> Flight:
         """Start what a seat still has to bring: its rollout, or its closed seat."""

@@ -17,7 +17,7 @@ from rollouter.attempts import Attempts
 from rollouter.bookkeeping import Bookkeeper, closed, offered, offering_of
 from rollouter.books import GroupBook
 from rollouter.errors import GivenUp
-from rollouter.failures import TASK_FAULT, FailureReason, FailureStreak, reason_of
+from rollouter.failures import NO_FAULT, TASK_FAULT, FailureReason, FailureStreak, reason_of
 from rollouter.rollouts import Plan, sample_of
 from rollouter.seat_policy import Move, SeatPolicy
 from rollouter.task_quarantine import TaskQuarantine
@@ -171,8 +171,13 @@ class Cockpit:
             await self._keeper.durable()
 
     def refused(self, flight: Flight, message: str) -> None:
-        """The trainer's end could not decode the sample that the seat had brought: `fly` closes it. Raises TooManyFailures."""
-        self._note(flight, flight.group.seats[flight.plan.seat].attempt, FailureReason.BAD_SAMPLE, message, Move.CLOSE)
+        """The trainer's end could not decode the seat's record: `fly` closes the seat, once more if it was closed already.
+        Raises TooManyFailures."""
+        seat = flight.group.seats[flight.plan.seat]
+        reason = FailureReason(seat.closed or FailureReason.BAD_SAMPLE)
+        self._note(flight, seat.attempt, reason, message, Move.CLOSE)
+        if reason in NO_FAULT:  # the refusal is one all the same: two ends that never agree must not go on for ever
+            self._streak.failed(flight.plan.rollout_id, FailureReason.BAD_SAMPLE, message)
 
     def _failed(self, flight: Flight, number: int, reason: FailureReason, message: str) -> Move:
         """An attempt failed: what follows. Raises TooManyFailures."""

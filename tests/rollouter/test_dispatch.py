@@ -18,7 +18,7 @@ from agent_loop.session import Session
 from agent_loop.task import Task
 from rollouter.admission import Hold
 from rollouter.bookkeeping import Bookkeeper
-from rollouter.errors import AllQuarantined, DataError, RolloutError
+from rollouter.errors import AllQuarantined, DataError, TooManyFailures
 from rollouter.tasks import Row
 from sample_bus.closed_seat import ClosedSeat
 from sample_bus.issued import Issued
@@ -275,20 +275,24 @@ async def test_record_that_the_trainers_end_refuses_closes_its_seat(tmp_path: Pa
     assert Issued.of(_journal(tmp_path)).problems.texts == []
 
 
-async def test_refused_closed_seat_stops_the_run(tmp_path: Path) -> None:
-    """It is ours alone: nothing a model did could make it."""
-    settings = desk_settings(tmp_path, rollouter={"group_timeout_s": 0.05})
+async def test_refused_closed_seat_is_closed_once_more_for_its_own_reason_and_not_for_ever(tmp_path: Path) -> None:
+    settings = desk_settings(tmp_path, max_staleness=0, rollouter={"max_consecutive_failures": 3, "max_concurrent_rollouts": 4})
     stream = Stream()
     producer = FakeProducer(stream)
     async with open_desk(settings, producer, await engine_at(0), loop=_OneHangs(), num_samples_needed=4) as desk:
         desk.start()
-        await _noted(desk, 4)
-        desk.run.dispatcher.take_rejection(producer.reject(3, "reason: got ''"))
+        await _noted(desk, 3)
+        desk.run.dispatcher.cancel_hopeless(1, "first")
+        for refusals in range(3):
+            await _noted(desk, 4 + refusals)
+            desk.run.dispatcher.take_rejection(producer.reject(3 + refusals, "reason: got ''"))
         with pytest.raises(ExceptionGroup) as raised:
             await desk.ended()
     (error,) = raised.value.exceptions
-    assert isinstance(error, RolloutError)
-    assert "/1 did not decode at the trainer: reason: got ''" in str(error)
+    assert isinstance(error, TooManyFailures)
+    assert "bad sample: reason: got ''" in str(error)
+    assert [(closed.seat, closed.reason) for closed in _closed(stream)] == [(1, "stale")] * 3
+    assert Issued.of(_journal(tmp_path)).problems.texts == []
 
 
 async def test_task_that_keeps_failing_is_issued_no_more_over_restarts_until_it_is_released(tmp_path: Path) -> None:
