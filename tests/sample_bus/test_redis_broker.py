@@ -228,6 +228,10 @@ async def test_a_dead_server_is_named_by_who_waits_for_the_trainer(server: Redis
         with pytest.raises(PeerLost) as failure:
             await link.wait_connected(1.5)
         assert f"redis at 127.0.0.1:{server.port} cannot be used" in str(failure.value)
+        await asyncio.to_thread(server.start)
+        with pytest.raises(PeerLost) as failure:
+            await link.wait_connected(3.0)
+        assert "is there again, and no trainer of the run is" in str(failure.value)
 
 
 async def test_the_trainer_waits_for_a_server_that_comes_later(server: RedisServer) -> None:
