@@ -19,6 +19,7 @@ import redis
 from configs.schema import BusSettings
 from sample_bus.open import open_hub, open_link
 from sample_bus.protocols import Hub, Link
+from sample_bus.spool import kept
 
 Transport = Literal["zmq", "redis"]
 RUN_ID = "r1"
@@ -86,6 +87,14 @@ class Place:
         """The same, at a port where something else listens."""
         address = f"tcp://127.0.0.1:{port}" if self.transport == "zmq" else f"redis://127.0.0.1:{port}/0#run"
         return replace(self, address=address, broker_port=port)
+
+    def num_kept(self, producer: str = "rollouter") -> int:
+        """Records of that producer's stream for which there is still a copy."""
+        if self.transport == "zmq":
+            found = kept(self.spool_dir / RUN_ID / producer)
+            return 0 if found is None else found.next_seq - found.first
+        with redis.Redis(port=self.broker_port) as client:
+            return int(client.xlen(f"headrace:run:{RUN_ID}:s:{producer}"))
 
     async def lose_streams(self) -> None:
         """Everything that producers kept is gone. Their links are closed."""

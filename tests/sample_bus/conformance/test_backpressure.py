@@ -160,6 +160,8 @@ async def test_commits_free_the_producers_copies_and_nothing_else_does(place: Pl
         kept = link.producer_statistics()
         assert kept.committed == 0
         assert kept.kept_bytes >= sum(lease.nbytes for lease in leases)
+        assert place.num_kept() == 20
         hub.commit(hub.position())
         await until(lambda: link.producer_statistics().committed == 20)
         await until(lambda: link.producer_statistics().kept_bytes == 0)
+        await until(lambda: place.num_kept() == 0)
