@@ -63,7 +63,8 @@ class JournalDamaged(JournalError):
 
 
 class RunChanged(BusError):
-    """Raised when a record waited while the trainer began another run: it belongs to none that goes on."""
+    """Raised when a record waited while the trainer began another run, or its stream began anew: it belongs to none that goes
+    on."""
 
 
 class Ended(BusError):

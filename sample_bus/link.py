@@ -65,6 +65,8 @@ class BusLink:
         self._welcome: frames.Welcome | None = None
         self._stream_of = ""
         """The run whose stream is open."""
+        self._told_next_seq = 0
+        """What the trainer was told of the stream's end: what it accounts for reaches up to there."""
         self._settled = 0
         self._max_sample_bytes = bus.max_sample_bytes
         self._carrier.start()
@@ -317,11 +319,12 @@ class BusLink:
 
     def _send_open(self) -> None:
         if self._outbox.epoch:
+            self._told_next_seq = self._outbox.next_seq
             message = frames.Open(
                 greeting=self._greeting,
                 epoch=self._outbox.epoch,
                 committed=self._outbox.committed,
-                next_seq=self._outbox.next_seq,
+                next_seq=self._told_next_seq,
             )
             self._carrier.send(message, key="open")
 
@@ -333,7 +336,7 @@ class BusLink:
                 trainer=opened.ack.received,
                 spool=self._outbox.next_seq,
             )
-            self._outbox.fail_all(BusError(f"{self._name}: its copies of records are older than the trainer's"))
+            self._outbox.fail_all(RunChanged(f"{self._name}: its copies of records are older than the trainer's"))
             self._carrier.open_stream(welcome.run_id, renew=True)
             return
         self._settled = opened.ack.settled
@@ -344,7 +347,7 @@ class BusLink:
             dropped=opened.dropped,
             run_id=welcome.run_id,
             epoch=self._outbox.epoch,
-            next_seq=self._outbox.next_seq,
+            next_seq=self._told_next_seq,
         )
         self._begin(welcome, resumption)
         self._outbox.resume(opened.ack.received, opened.ack.committed, _credit(opened.ack))

@@ -84,7 +84,7 @@ class Resumption:
     epoch: int = 0
     """Epoch of this producer's stream; another one than before: what it had kept is lost. 0 for a console."""
     next_seq: int = 0
-    """Sequence number that this producer's next record gets."""
+    """Sequence number up to which `accounted` counts; records since then have this number and those after it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -155,7 +155,8 @@ class Consumer(Protocol):
         ...
 
     def position(self) -> BusPosition:
-        """What is settled now; to be stored with the state that holds its effect."""
+        """What is settled now; to be stored with the state that holds its effect. Of several streams of one producer the newest
+        is the last."""
         ...
 
     def seek(self, position: BusPosition) -> None:
