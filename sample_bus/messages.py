@@ -153,6 +153,9 @@ class TrainerStatus(Message):
     """v0: the version from which admission counts."""
     policy_version: int = 0
     """Newest published version."""
+    consumed_seats: int | None = Field(default=None, ge=0)
+    """Seats (samples and closed seats of trained groups: a group counts its group_size) that the steps up to `policy_version`
+    took since `origin_version`; None: as many as whole sync periods at today's settings hold."""
     step: int = 0
     num_steps: int = 0
     agreed: dict[str, Any] = Field(default_factory=dict)
