@@ -1,7 +1,7 @@
 """The seam to an inference engine: token ids in, token ids with log-probabilities and policy versions out.
 
 Invariant: a `Generation` is consistent. Each token has one finite log-probability under the weights that sampled it, after
-temperature, and belongs to one run of equal policy version.
+temperature, and belongs to one run of equal policy version and cache provenance.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Generation:
-    """What an engine sampled for one request: n tokens in R runs of equal version."""
+    """What an engine sampled for one request: n tokens in R runs of equal version and cache provenance."""
 
     token_ids: npt.NDArray[np.int32]
     """[n] sampled tokens, the stop token included; n may be 0 only if `stop_reason` is `abort`."""
@@ -46,6 +46,9 @@ class Generation:
     """[R] first token of each run; begins with 0, rising; R = 0 only if n = 0."""
     versions: npt.NDArray[np.int32]
     """[R] policy version of each run; rising, except across a restart of the trainer that rolled back."""
+    kept_cache: npt.NDArray[np.uint8]
+    """[R] 1 where keys and values that other weights computed may stand before the run's tokens, 0 where its own version
+    computed them all. A trainer's forward at the run's version gives the logprobs only where it is 0."""
     stop_reason: TurnEnd
     """`stop`: a stop token; `length`: max_tokens or the model's length; `abort`: cut off, may be continued."""
 
@@ -73,6 +76,10 @@ class Generation:
         if n and (starts[0] != 0 or starts[-1] >= n or (np.diff(starts) <= 0).any()):
             raise BadGeneration(
                 f"request {request_id}: got version runs from {starts.tolist()}, expected rising from 0 below {n}"
+            )
+        if self.kept_cache.size != starts.size or (n and int(self.kept_cache.max()) > 1):
+            raise BadGeneration(
+                f"request {request_id}: got kept_cache {self.kept_cache.tolist()}, expected {starts.size} of 0 or 1"
             )
 
 

@@ -35,7 +35,7 @@ class TextCodec(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Trajectory:
-    """What a session recorded, in the layout of a sample: T tokens in R runs of equal version."""
+    """What a session recorded, in the layout of a sample: T tokens in R runs of equal version and cache provenance."""
 
     tokens: npt.NDArray[np.int32]
     """[T] prompt first."""
@@ -47,6 +47,8 @@ class Trajectory:
     """[R]"""
     versions: npt.NDArray[np.int32]
     """[R] NO_VERSION for observations."""
+    kept_cache: npt.NDArray[np.uint8]
+    """[R] as in `Generation`; 0 for observations."""
     num_turns: int
     num_prompt_tokens: int
     """Tokens before the first sampled one."""
@@ -168,6 +170,7 @@ class Session:
             raise LoopError(f"rollout {self.rollout_id}: the agent loop ended without a generated token")
         starts: list[int] = []
         versions: list[int] = []
+        kept: list[int] = []
         masks, logprobs = [], []
         at = 0
         num_prompt_tokens = -1
@@ -176,18 +179,19 @@ class Session:
                 n = int(piece.token_ids.size)
                 if n and num_prompt_tokens < 0:
                     num_prompt_tokens = at
-                runs = zip(piece.version_starts.tolist(), piece.versions.tolist(), strict=True)
+                runs = zip(piece.version_starts.tolist(), piece.versions.tolist(), piece.kept_cache.tolist(), strict=True)
                 masks.append(np.ones(n, np.uint8))
                 logprobs.append(np.minimum(piece.logprobs, 0.0).astype(np.float32, copy=False))
             else:
                 n = int(piece.size)
-                runs = zip([0], [NO_VERSION], strict=True)
+                runs = zip([0], [NO_VERSION], [0], strict=True)
                 masks.append(np.zeros(n, np.uint8))
                 logprobs.append(np.zeros(n, np.float32))
-            for start, version in runs:
-                if not versions or versions[-1] != version:
+            for start, version, was_kept in runs:
+                if not versions or (versions[-1], kept[-1]) != (version, was_kept):
                     starts.append(at + start)
                     versions.append(version)
+                    kept.append(was_kept)
             at += n
         return Trajectory(
             tokens=self.tokens,
@@ -195,6 +199,7 @@ class Session:
             behavior_logprobs=np.concatenate(logprobs),
             version_starts=np.array(starts, np.int32),
             versions=np.array(versions, np.int32),
+            kept_cache=np.array(kept, np.uint8),
             num_turns=self._num_turns,
             num_prompt_tokens=num_prompt_tokens,
             stop_reason=self._last_end,
@@ -213,5 +218,6 @@ def join(parts: Sequence[Generation]) -> Generation:
             [part.version_starts + np.int32(offset) for part, offset in zip(parts, offsets, strict=True)]
         ),
         versions=np.concatenate([part.versions for part in parts]),
+        kept_cache=np.concatenate([part.kept_cache for part in parts]),
         stop_reason=parts[-1].stop_reason,
     )

@@ -48,7 +48,10 @@ def encode_request(
 
 
 def decode_response(body: bytes, *, request_id: str) -> Generation:
-    """The one generation of a response. Raises BadGeneration naming what is wrong."""
+    """The one generation of a response. Raises BadGeneration naming what is wrong.
+
+    A request that went on under new weights was frozen with its KV cache: every run after its first is `kept_cache`.
+    """
     choice = decode_choice(body, request_id=request_id)
     token_ids = _integers(choice.get("token_ids"), "token_ids", request_id)
     reason = choice.get("finish_reason")
@@ -61,6 +64,7 @@ def decode_response(body: bytes, *, request_id: str) -> Generation:
         logprobs=np.array(_logprobs(choice.get("logprobs"), token_ids, request_id), np.float32),
         version_starts=np.array(starts, np.int32),
         versions=np.array(versions, np.int32),
+        kept_cache=(np.arange(len(versions)) > 0).astype(np.uint8),
         stop_reason=end,
     )
     generation.validate(request_id)

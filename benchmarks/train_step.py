@@ -149,6 +149,7 @@ def make_samples(model_dir: Path, *, quick: bool) -> list[Sample]:
                     behavior_logprobs=np.where(mask, -draw.random(mask.shape) * 3, 0).astype(np.float32),
                     version_starts=np.array([0, len(prompt)], np.int32),
                     versions=np.array([NO_VERSION, 0], np.int32),
+                    kept_cache=np.zeros(2, np.uint8),
                     reward=0.0,
                     temperature=1.0,
                     stop_reason=StopReason.STOP,

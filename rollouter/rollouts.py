@@ -136,6 +136,7 @@ def sample_of(plan: Plan, attempt: int, episode: Episode, *, now: Callable[[], f
         behavior_logprobs=np.ascontiguousarray(trajectory.behavior_logprobs, np.float32),
         version_starts=np.ascontiguousarray(trajectory.version_starts, np.int32),
         versions=np.ascontiguousarray(trajectory.versions, np.int32),
+        kept_cache=np.ascontiguousarray(trajectory.kept_cache, np.uint8),
         reward=episode.reward,
         temperature=plan.sampling.temperature,
         stop_reason=StopReason(trajectory.stop_reason),

@@ -22,7 +22,11 @@ _INT32 = np.dtype(np.int32)
 _MAX_LOGPROB = 1e-3
 """Rounding may put a logprob just above 0."""
 _MIN, _MAX = np.minimum.reduce, np.maximum.reduce
-_PER_TOKEN = (("tokens", _INT32), ("loss_mask", np.dtype(np.uint8)), ("behavior_logprobs", np.dtype(np.float32)))
+_UINT8 = np.dtype(np.uint8)
+_PER_TOKEN = (("tokens", _INT32), ("loss_mask", _UINT8), ("behavior_logprobs", np.dtype(np.float32)))
+_PER_RUN = (("version_starts", _INT32), ("versions", _INT32), ("kept_cache", _UINT8))
+COLUMNS = tuple(name for name, _ in (*_PER_TOKEN, *_PER_RUN))
+"""The arrays of a sample, in the order in which they travel."""
 
 
 class StopReason(StrEnum):
@@ -64,9 +68,12 @@ class Sample:
     behavior_logprobs: npt.NDArray[np.float32]
     """[T] log-probability (nats) under the weights that sampled the token, after temperature; 0.0 where the mask is 0."""
     version_starts: npt.NDArray[np.int32]
-    """[R] first token of each run of equal policy version; begins with 0, rising."""
+    """[R] first token of each run of equal policy version and cache provenance; begins with 0, rising."""
     versions: npt.NDArray[np.int32]
     """[R] policy version of each run; NO_VERSION for tokens that no policy sampled (prompt, tool output)."""
+    kept_cache: npt.NDArray[np.uint8]
+    """[R] 1 where the engine sampled the run on a KV cache that other weights may have computed, 0 where the run's own version
+    had computed all of it, and for runs that no policy sampled."""
     reward: float
     temperature: float
     """Sampling temperature of the trained tokens."""
@@ -90,7 +97,7 @@ class Sample:
     @property
     def nbytes(self) -> int:
         """Bytes of the arrays."""
-        return sum(a.nbytes for a in (self.tokens, self.loss_mask, self.behavior_logprobs, self.version_starts, self.versions))
+        return sum(getattr(self, name).nbytes for name in COLUMNS)
 
     def token_versions(self) -> npt.NDArray[np.int32]:
         """[T] int32 policy version of each token, expanded from the runs."""
@@ -113,10 +120,12 @@ class Sample:
             if array.dtype != dtype or array.shape != (length,):
                 got, expected = f"{array.dtype}{list(array.shape)}", f"{dtype}[{length}]"
                 raise WireError(f"{name}: got {got}, expected {expected} (rollout {self.rollout_id})")
-        for name in ("version_starts", "versions"):
+        for name, dtype in _PER_RUN:
             array = getattr(self, name)
-            if array.dtype != _INT32 or array.ndim != 1 or array.size != self.versions.size or array.size == 0:
-                raise WireError(f"{name}: got {array.dtype}{list(array.shape)}, expected int32[R] (rollout {self.rollout_id})")
+            if array.dtype != dtype or array.ndim != 1 or array.size != self.versions.size or array.size == 0:
+                raise WireError(
+                    f"{name}: got {array.dtype}{list(array.shape)}, expected {dtype}[R] (rollout {self.rollout_id})"
+                )
         self.check_values()
 
     def check_values(self) -> None:
@@ -138,6 +147,11 @@ class Sample:
             raise WireError(f"version_starts: runs must rise from 0 below {length} (rollout {self.rollout_id})")
         if (lowest := min(versions)) < NO_VERSION:
             raise WireError(f"versions: got {lowest}, expected >= {NO_VERSION} (rollout {self.rollout_id})")
+        kept = self.kept_cache.tolist()
+        if (highest := max(kept)) > 1:
+            raise WireError(f"kept_cache: got {highest}, expected 0 or 1 (rollout {self.rollout_id})")
+        if any(flag and version == NO_VERSION for flag, version in zip(kept, versions, strict=True)):
+            raise WireError(f"kept_cache: got 1 for tokens that no policy sampled (rollout {self.rollout_id})")
         for start, end, version in zip(starts, ends, versions, strict=True):
             if version == NO_VERSION and np.count_nonzero(self.loss_mask[start:end]):
                 raise WireError(f"versions: a trained token has no policy version (rollout {self.rollout_id})")

@@ -30,7 +30,7 @@ from sample_bus.packing import Buffer, pack, unpack
 from sample_bus.sample import Sample, SampleId, StopReason
 
 MAGIC = b"HDR1"
-VERSION = 1
+VERSION = 2
 KIND_SAMPLE = 1
 KIND_CLOSED = 2
 MAX_HEADER_BYTES = 64 << 10
@@ -43,7 +43,7 @@ _CHECKSUM = struct.Struct("<Q")
 PREFIX_BYTES = _PREFIX.size + _CHECKSUM.size
 _PREFIX_FIELDS = ("magic", "version", "kind", "flags", "frames", "header bytes", "body bytes")
 _PER_TOKEN = (("tokens", np.dtype("<i4")), ("loss_mask", np.dtype("u1")), ("behavior_logprobs", np.dtype("<f4")))
-_PER_RUN = (("version_starts", np.dtype("<i4")), ("versions", np.dtype("<i4")))
+_PER_RUN = (("version_starts", np.dtype("<i4")), ("versions", np.dtype("<i4")), ("kept_cache", np.dtype("u1")))
 """Columns in the order in which they travel: one value a token, then one a run of equal versions."""
 _SCALARS: dict[str, type[Any]] = {
     "task_id": str,

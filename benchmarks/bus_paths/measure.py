@@ -70,6 +70,7 @@ def sample_of(num_tokens: int) -> Sample:
         behavior_logprobs=np.where(mask, -random.exponential(1.0, num_tokens), 0).astype(np.float32),
         version_starts=np.array([0, num_tokens // 4, num_tokens // 2], np.int32),
         versions=np.array([NO_VERSION, 6, 7], np.int32),
+        kept_cache=np.zeros(3, np.uint8),
         reward=1.0,
         temperature=1.0,
         stop_reason=StopReason.STOP,

@@ -17,6 +17,7 @@ def generation(tokens: Sequence[int], *, end: TurnEnd = "stop", runs: Sequence[t
         logprobs=-0.01 * np.arange(1, len(tokens) + 1, dtype=np.float32),
         version_starts=np.array([start for start, _ in runs] if tokens else [], np.int32),
         versions=np.array([version for _, version in runs] if tokens else [], np.int32),
+        kept_cache=(np.arange(len(runs) if tokens else 0) > 0).astype(np.uint8),
         stop_reason=end,
     )
 

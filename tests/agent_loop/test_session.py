@@ -34,6 +34,7 @@ async def test_a_single_turn_records_prompt_and_reply() -> None:
     assert got.loss_mask.tolist() == [0, 0, 1, 1, 1]
     assert got.behavior_logprobs.tolist() == pytest.approx([0, 0, -0.01, -0.02, -0.03])
     assert (got.version_starts.tolist(), got.versions.tolist()) == ([0, 2, 4], [NO_VERSION, 3, 4])
+    assert got.kept_cache.tolist() == [0, 0, 1]
     assert (got.num_turns, got.num_prompt_tokens, got.stop_reason) == (1, 2, "stop")
     assert got.response_ids.tolist() == [7, 8, 9]
 
@@ -52,6 +53,19 @@ async def test_an_aborted_turn_goes_on_with_the_budget_that_remains() -> None:
     assert turn.token_ids.size == 100
     assert turn.stop_reason == "length"
     assert session.num_turns == 1
+
+
+async def test_a_turn_that_goes_on_with_a_fresh_cache_begins_a_run_of_its_own() -> None:
+    """Version 4 went on with the cache of version 3, was aborted, and was asked again: nothing old stands before that."""
+    first = generation([5, 6], end="abort", runs=((0, 3), (1, 4)))
+    session = session_of(ScriptedEngine(first, generation([7, 8], runs=((0, 4),))))
+    session.append([1])
+    await session.generate()
+    got = session.trajectory()
+    assert got.version_starts.tolist() == [0, 1, 2, 3]
+    assert got.versions.tolist() == [NO_VERSION, 3, 4, 4]
+    assert got.kept_cache.tolist() == [0, 0, 1, 0]
+    sample_of(got).validate()
 
 
 async def test_a_turn_aborted_at_its_last_token_asks_for_nothing_more() -> None:
@@ -131,6 +145,7 @@ async def test_an_inconsistent_generation_is_never_recorded(change: np.ndarray) 
         logprobs=change,
         version_starts=good.version_starts,
         versions=good.versions,
+        kept_cache=good.kept_cache,
         stop_reason="stop",
     )
     session = session_of(ScriptedEngine(bad))
@@ -191,4 +206,5 @@ def sample_of(trajectory: Trajectory) -> Sample:
         temperature=1.0, stop_reason=StopReason(trajectory.stop_reason), num_turns=trajectory.num_turns, settings_revision=0,
         incarnation="a", produced_at=0.0, tokens=trajectory.tokens, loss_mask=trajectory.loss_mask,
         behavior_logprobs=trajectory.behavior_logprobs, version_starts=trajectory.version_starts, versions=trajectory.versions,
+        kept_cache=trajectory.kept_cache,
     )  # fmt: skip

@@ -84,7 +84,7 @@ def test_version_spans_become_runs() -> None:
         {"version": "7", "start": 2, "end": 3}, {"version": "9", "start": 3, "end": 5},
     ]  # fmt: skip
     got = decode_response(response([1] * 5, [entry(1, -0.1)] * 5, spans=spans), request_id="r")
-    assert (got.version_starts.tolist(), got.versions.tolist()) == ([0, 3], [7, 9])
+    assert (got.version_starts.tolist(), got.versions.tolist(), got.kept_cache.tolist()) == ([0, 3], [7, 9], [0, 1])
 
 
 def test_tokens_of_the_weights_an_engine_was_started_with_have_no_version() -> None:

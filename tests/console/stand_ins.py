@@ -302,6 +302,7 @@ def _sample(settings: Settings, number: int) -> Sample:
         behavior_logprobs=np.array([0, 0, -1, -1, -1], np.float32),
         version_starts=np.array([0, 2], np.int32),
         versions=np.array([NO_VERSION, 0], np.int32),
+        kept_cache=np.zeros(2, np.uint8),
         reward=1.0,
         temperature=1.0,
         stop_reason=StopReason.STOP,

@@ -219,5 +219,6 @@ def generation_of(tokens: Sequence[int], version: int, sampling: SamplingParams)
         logprobs=np.full(len(tokens), -0.5, np.float32),
         version_starts=np.array([0], np.int32),
         versions=np.array([version], np.int32),
+        kept_cache=np.zeros(1, np.uint8),
         stop_reason="stop" if ended else "length",
     )

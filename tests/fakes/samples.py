@@ -47,6 +47,7 @@ def make_sample(
         "behavior_logprobs": behavior,
         "version_starts": np.array([start for start, _ in runs], np.int32),
         "versions": np.array([version for _, version in runs], np.int32),
+        "kept_cache": np.zeros(len(changes.get("versions", runs)), np.uint8),
         "reward": reward,
         "temperature": temperature,
         "stop_reason": StopReason.STOP,

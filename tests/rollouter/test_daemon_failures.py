@@ -47,6 +47,7 @@ def _too_few_logprobs(call: Call, tokens: Any) -> Any:
         token_ids=good.token_ids,
         logprobs=good.logprobs[:-1],
         version_starts=good.version_starts,
+        kept_cache=good.kept_cache,
         versions=good.versions,
         stop_reason=good.stop_reason,
     )

@@ -20,6 +20,9 @@ def is_consistent(sample: Sample) -> bool:
         return False
     if any(version < NO_VERSION for version in versions):
         return False
+    kept = sample.kept_cache.tolist()
+    if any(flag > 1 or (flag and version == NO_VERSION) for flag, version in zip(kept, versions, strict=True)):
+        return False
     for at in range(length):
         run = max(number for number, start in enumerate(starts) if start <= at)
         mask, logprob = int(sample.loss_mask[at]), float(sample.behavior_logprobs[at])
@@ -39,23 +42,28 @@ TOKENS = st.lists(
     min_size=1,
     max_size=5,
 )
-RUNS = st.lists(st.tuples(st.integers(-1, 5), st.sampled_from([NO_VERSION, NO_VERSION, 0, 3, -2])), min_size=1, max_size=3)
+RUNS = st.lists(
+    st.tuples(st.integers(-1, 5), st.sampled_from([NO_VERSION, NO_VERSION, 0, 3, -2]), st.sampled_from([0, 0, 1, 2])),
+    min_size=1,
+    max_size=3,
+)
 NUMBER = st.sampled_from([1.0, 1.0, 1.0, 0.0, -1.0, math.nan, math.inf])
 
 
 @given(TOKENS, RUNS, st.booleans(), NUMBER, NUMBER)
 def test_validate_accepts_exactly_what_the_invariant_allows(
-    tokens: list[tuple[int, int, float]], runs: list[tuple[int, int]], tidy: bool, reward: float, temperature: float
+    tokens: list[tuple[int, int, float]], runs: list[tuple[int, int, int]], tidy: bool, reward: float, temperature: float
 ) -> None:
     if tidy:  # mostly valid ones, or hardly any would be
         tokens = [(abs(token), mask % 2, min(logprob, 0.0) if mask % 2 else 0.0) for token, mask, logprob in tokens]
-        runs = [(0, runs[0][1])]
+        runs = [(0, runs[0][1], runs[0][2] % 2)]
     sample = make_sample(
         tokens=np.array([token for token, _, _ in tokens], np.int32),
         loss_mask=np.array([mask for _, mask, _ in tokens], np.uint8),
         behavior_logprobs=np.array([logprob for _, _, logprob in tokens], np.float32),
-        version_starts=np.array([start for start, _ in runs], np.int32),
-        versions=np.array([version for _, version in runs], np.int32),
+        version_starts=np.array([start for start, _, _ in runs], np.int32),
+        versions=np.array([version for _, version, _ in runs], np.int32),
+        kept_cache=np.array([kept for _, _, kept in runs], np.uint8),
         reward=reward,
         temperature=temperature,
     )
@@ -76,6 +84,9 @@ def test_validate_accepts_exactly_what_the_invariant_allows(
         ({"behavior_logprobs": np.zeros(5)}, r"behavior_logprobs: got float64\[5\], expected float32\[5\]"),
         ({"versions": np.array([1], np.int32)}, "version_starts: got"),
         ({"versions": np.array([], np.int32), "version_starts": np.array([], np.int32)}, "version_starts: got"),
+        ({"kept_cache": np.zeros(1, np.uint8)}, r"kept_cache: got uint8\[1\]"),
+        ({"kept_cache": np.zeros(2, np.int32)}, r"kept_cache: got int32\[2\], expected uint8"),
+        ({"kept_cache": np.array([1, 0], np.uint8)}, "kept_cache: got 1 for tokens that no policy sampled"),
         ({"seat": 1}, "seat: got 1, expected 0 to 0"),
     ],
 )

@@ -25,7 +25,7 @@ async def test_samples_arrive_in_the_order_of_their_offers_and_unchanged(address
         for index, sample in enumerate(samples):
             leased = await lease(hub)
             assert (leased.id.producer, leased.id.seq) == ("rollouter", index)
-            for name in ("tokens", "loss_mask", "behavior_logprobs", "version_starts", "versions"):
+            for name in ("tokens", "loss_mask", "behavior_logprobs", "version_starts", "versions", "kept_cache"):
                 np.testing.assert_array_equal(getattr(leased.sample, name), getattr(sample, name))
             assert (leased.sample.task_id, leased.sample.reward) == (sample.task_id, sample.reward)
             hub.acknowledge([leased.id])

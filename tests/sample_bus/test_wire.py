@@ -17,7 +17,7 @@ from tests.fakes.samples import make_sample
 
 ID = SampleId("rollouter", 2**63 + 5, 12)
 LIMIT = 1 << 30
-COLUMNS = ("tokens", "loss_mask", "behavior_logprobs", "version_starts", "versions")
+COLUMNS = ("tokens", "loss_mask", "behavior_logprobs", "version_starts", "versions", "kept_cache")
 SCALARS = (
     "task_id",
     "group_id",
@@ -87,6 +87,7 @@ def samples(draw: st.DrawFn, *, longest: int = 2000) -> Sample:
         behavior_logprobs=np.where(mask, -random.exponential(5, length), 0).astype(np.float32),
         version_starts=starts.astype(np.int32),
         versions=versions.astype(np.int32),
+        kept_cache=((random.random(len(versions)) < 0.5) & (versions != NO_VERSION)).astype(np.uint8),
         reward=draw(st.floats(allow_nan=False, allow_infinity=False)),
         temperature=draw(st.floats(1e-3, 10)),
         stop_reason=draw(st.sampled_from(StopReason)),
@@ -133,8 +134,8 @@ def test_columns_in_the_body_are_aligned_to_64_bytes() -> None:
     _, got = wire.decode(frames, max_bytes=LIMIT)
     assert isinstance(got, Sample)
     start = np.frombuffer(frames[1], np.uint8).ctypes.data
-    columns = (got.tokens, got.loss_mask, got.behavior_logprobs, got.version_starts, got.versions)
-    assert [(column.ctypes.data - start) % 64 for column in columns] == [0] * 5
+    columns = [getattr(got, name) for name in COLUMNS]
+    assert [(column.ctypes.data - start) % 64 for column in columns] == [0] * 6
 
 
 def test_non_contiguous_columns_are_encoded_by_value() -> None:
@@ -197,7 +198,7 @@ def test_lengths_that_lie_are_refused_or_stay_within_the_frames(
     ("change", "message"),
     [
         ({"magic": b"RLS1"}, "magic: got b'RLS1', expected b'HDR1'"),
-        ({"version": 2}, "version: got 2, expected 1"),
+        ({"version": 1}, "version: got 1, expected 2"),
         ({"kind": 9}, "kind: got 9, expected 1"),
         ({"flags": 1}, "flags: got 1, expected 0"),
         ({"n_frames": 3}, "frames: got 3, expected 2"),

@@ -59,7 +59,7 @@ def test_a_sample_is_read_back_bit_for_bit_also_one_with_large_columns(tmp_path:
     kept = Kept(directory)
     assert list(kept.ids) == [SampleId("rollouter", 1, 5)]
     got = kept.sample(SampleId("rollouter", 1, 5))
-    for name in ("tokens", "loss_mask", "behavior_logprobs", "version_starts", "versions"):
+    for name in ("tokens", "loss_mask", "behavior_logprobs", "version_starts", "versions", "kept_cache"):
         np.testing.assert_array_equal(getattr(got, name), getattr(large, name))
     assert (got.reward, got.rollout_id, got.stop_reason) == (large.reward, large.rollout_id, large.stop_reason)
 

@@ -17,7 +17,7 @@ from tests.sample_bus.conformance.places import Place
 from tests.sample_bus.conformance.records import closed_seat, sample, task_of, tasks
 from tests.sample_bus.ends import soon, until
 
-ARRAYS = ("tokens", "loss_mask", "behavior_logprobs", "version_starts", "versions")
+ARRAYS = ("tokens", "loss_mask", "behavior_logprobs", "version_starts", "versions", "kept_cache")
 
 
 async def lease_tasks(hub: Hub, number: int) -> list[str]:
