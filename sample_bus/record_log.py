@@ -140,6 +140,7 @@ def read_records(path: Path) -> Iterator[tuple[int, bytes]]:
             while True:
                 payload = _next(file, os.fstat(file.fileno()).st_size - offset, seed)
                 if payload is None and (behind := _first_whole(path, offset + 1, seed)) is not None:
+                    file.seek(0, os.SEEK_END)  # drops the buffer: it may hold what stood there before
                     file.seek(offset)  # a writer may have finished it since
                     payload = _next(file, os.fstat(file.fileno()).st_size - offset, seed)
                     if payload is None:

@@ -105,3 +105,18 @@ def test_empty_file_becomes_a_log(tmp_path: Path) -> None:
     path.write_bytes(MAGIC[:3])
     written(path, [b"one"])
     assert payloads_of(path) == [b"one"]
+
+
+def test_log_that_is_used_again_is_read_while_it_is_written(tmp_path: Path) -> None:
+    """What a reader has in its buffer may be of the earlier use by now."""
+    log = RecordLog(tmp_path / "old")
+    for number in range(50):
+        log.append(b"%03d" % number * 100)
+    log.renew(tmp_path / "new")
+    log.append(b"first")
+    reader = read_records(tmp_path / "new")
+    assert next(reader)[1] == b"first"
+    log.append(b"second")
+    log.append(b"third")
+    assert [payload for _, payload in reader] == [b"second", b"third"]
+    log.close()
