@@ -103,6 +103,7 @@ class Run:
             if kill.after_progress:
                 await self.progress()
             await asyncio.sleep(kill.delay_s)
+            self.check_books()
             for victim in kill.victims:
                 await self.kill(victim)
             self.check_books()

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import os
 import sys
 import time
@@ -19,6 +20,7 @@ from pathlib import Path
 
 import structlog
 
+from sample_bus import outflow
 from sample_bus.closed_seat import ClosedSeat
 from sample_bus.journal import (
     ROLLOUTER_FILE,
@@ -36,10 +38,13 @@ from sample_bus.journal_writer import JournalWriter
 from sample_bus.messages import EndOfRun, RolloutCounts, RollouterState, RollouterStatus
 from sample_bus.protocols import Link, Resumption
 from sample_bus.sample import Sample, SampleId
+from sample_bus.spool import Spool
 from tests.integration.chaos import rollouts
 from tests.sample_bus.conformance.places import Place
 
 MAX_OPEN_GROUPS = 6
+SEGMENT_BYTES = 64 << 10
+"""Of the spool's files here: so small that they are begun, retired and used again all the time."""
 Seat = tuple[int, int]
 """(issue, seat)."""
 
@@ -216,5 +221,6 @@ async def main(place: Place, run_dir: Path) -> None:
 
 
 if __name__ == "__main__":
+    vars(outflow)["Spool"] = functools.partial(Spool, segment_bytes=SEGMENT_BYTES)
     structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))
     asyncio.run(main(Place.from_text(sys.argv[1]), Path(sys.argv[2])))
