@@ -173,6 +173,13 @@ class RollouterSettings(Section):
         description="Deadline of a group, from its admission: seats still open are then given up; null: none but "
         "rollout_timeout_s.",
     )
+    max_requeues: int = live(
+        3,
+        Scope.NEXT_ADMISSION,
+        ge=0,
+        le=1000,
+        description="With on_stale=retry: times that a task is issued again because its group was too old.",
+    )
     max_task_failures: int = Field(
         3, ge=1, description="Rollouts of one task given up by its own fault after which it is quarantined."
     )
@@ -254,7 +261,19 @@ class Settings(Section):
     )
     trigger_parameter_sync_step: int = Field(1, ge=1, description="Optimizer steps between two published versions.")
     max_staleness: int | None = Field(None, ge=0, description="Hard bound on a sample's age in versions; null: none.")
-    on_stale: Literal["drop"] = Field("drop", description="What happens to a sample beyond max_staleness.")
+    on_stale: Literal["drop", "retry", "downweight", "wait"] = Field(
+        "drop",
+        description="What happens to a group with a sample beyond max_staleness: drop it; drop it and issue its task again (up to "
+        "rollouter.max_requeues times); train it with its old tokens' loss scaled down (stale_weight_base); or wait: the step "
+        "before a version waits for rollouts that the version would make too old, and what is too old nevertheless is dropped.",
+    )
+    stale_weight_base: float = live(
+        0.5,
+        Scope.NEXT_STEP,
+        gt=0,
+        le=1,
+        description="With on_stale=downweight a token's loss is multiplied by this for each version beyond max_staleness.",
+    )
     on_failed_seat: Literal["train_survivors", "drop", "refill"] = Field(
         "train_survivors",
         description="A group of which a rollout was given up: train the others if min_survivors are left, drop it, or fill the "

@@ -56,6 +56,10 @@ def _unused(settings: Settings, on_gpu: bool) -> Iterator[tuple[str, str]]:
         yield from ((f"bus.{name}", "bus.transport is zmq") for name in BusSettings.model_fields if name.startswith("redis_"))
     if settings.max_staleness is None:
         yield "on_stale", "max_staleness is null: no sample is ever too old"
+    if settings.max_staleness is None or settings.on_stale != "downweight":
+        yield "stale_weight_base", "no token is weighted by its age (on_stale=downweight with max_staleness)"
+    if settings.max_staleness is None or settings.on_stale != "retry":
+        yield "rollouter.max_requeues", "no task is issued again for its age (on_stale=retry with max_staleness)"
     if not (settings.evaluation.at_start or settings.evaluation.at_end or settings.evaluation.every_versions):
         yield from ((f"evaluation.{name}", "no evaluation is ever asked for") for name in _EVALUATION_DETAILS)
         if settings.data.held_out_fraction == 0:
