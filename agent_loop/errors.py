@@ -8,6 +8,7 @@ AgentLoopError
 ├── NoRoom                   the context leaves no token to generate
 ├── RewardError              a reward that failed or is no finite number
 └── LoopError                an agent loop that left no trajectory behind
+    └── Diverged             one that did not repeat what was recorded of it
 """
 
 from __future__ import annotations
@@ -46,6 +47,10 @@ class RewardError(AgentLoopError):
 
 class LoopError(AgentLoopError):
     """Raised when an agent loop ended without a single generated token."""
+
+
+class Diverged(LoopError):
+    """Raised when an agent loop that is continued in another process does something else than was recorded of it."""
 
 
 def words_of(error: BaseException) -> str:

@@ -15,11 +15,21 @@ from agent_loop.task import Task
 
 
 class AgentLoop(Protocol):
-    """One episode. An instance serves many rollouts at once: it keeps no state of a single one."""
+    """One episode. An instance serves many rollouts at once: it keeps no state of a single one.
+
+    A class attribute `resumable = True` says that an episode may be continued in another process: `run` is called again with a
+    session that gives back the recorded turns, and what is done between them must depend on nothing but the task, the turns and
+    the results of `session.once`. Without it a rollout that a death of its process cut off starts over.
+    """
 
     async def run(self, task: Task, session: Session) -> None:
         """Play `task` to its end in `session`. Any exception fails this rollout and no other one."""
         ...
+
+
+def is_resumable(loop: AgentLoop) -> bool:
+    """Whether its episodes may be continued from their recorded pieces."""
+    return getattr(loop, "resumable", False) is True
 
 
 def load_agent_loop(path: str) -> AgentLoop:
