@@ -105,17 +105,24 @@ class FsdpPolicy:
         return self._ranks.sum_arrays(scored)
 
     def accumulate(
-        self, samples: Sequence[Sample], advantages: npt.NDArray[np.float32], *, denominator: float, options: LossOptions
+        self,
+        samples: Sequence[Sample],
+        advantages: npt.NDArray[np.float32],
+        *,
+        denominator: float,
+        options: LossOptions,
+        weights: Sequence[npt.NDArray[np.float32]] | None = None,
     ) -> TokenSums:
         """See `Policy.accumulate`."""
         sums = TokenSums()
         for with_signal in (True, False):
             chosen = np.flatnonzero((advantages != 0) == with_signal)
             part = [samples[index] for index in chosen]
+            factors = None if weights is None else [weights[index] for index in chosen]
             for batch in self._batches(part):
-                weights = torch.from_numpy(advantages[chosen][batch.token_samples]).to(self._device)
+                of_tokens = torch.from_numpy(advantages[chosen][batch.token_samples]).to(self._device)
                 with torch.set_grad_enabled(with_signal):
-                    sums += self._run(batch, weights, scale=self._ranks.num_ranks / denominator, options=options)
+                    sums += self._run(batch, of_tokens, factors, scale=self._ranks.num_ranks / denominator, options=options)
         sums = self._ranks.merge(sums)
         if not np.isfinite(sums.loss):
             self._clear()
@@ -176,11 +183,20 @@ class FsdpPolicy:
     def _predict(self, batch: PackedBatch) -> Predictions:
         return predict(self._model, batch, self._shape, device=self._device, dtype=self._dtype)
 
-    def _run(self, batch: PackedBatch, advantages: torch.Tensor, *, scale: float, options: LossOptions) -> TokenSums:
+    def _run(
+        self,
+        batch: PackedBatch,
+        advantages: torch.Tensor,
+        factors: Sequence[npt.NDArray[np.float32]] | None,
+        *,
+        scale: float,
+        options: LossOptions,
+    ) -> TokenSums:
         """Forward, and backward where gradients are on. FSDP averages over ranks, hence their number in `scale`."""
         predictions = self._predict(batch)
         behavior = torch.from_numpy(batch.behavior_logprobs).to(self._device)
-        result = token_losses(predictions.logprobs, behavior, advantages, options=options)
+        weights = None if factors is None else torch.from_numpy(batch.of_tokens(factors)).to(self._device)
+        result = token_losses(predictions.logprobs, behavior, advantages, options=options, weights=weights)
         total = result.losses.sum()
         if torch.is_grad_enabled():
             torch.autograd.backward(total * scale if predictions.anchor is None else predictions.anchor)

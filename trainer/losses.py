@@ -31,6 +31,7 @@ def token_losses(
     *,
     options: LossOptions,
     proximal: torch.Tensor | None = None,
+    weights: torch.Tensor | None = None,
 ) -> TokenLosses:
     """Decoupled clipped surrogate, per token (Hilton et al. 2022, "Batch size-invariance for policy optimization", eq. 3; the
     weight truncated as in Espeholt et al. 2018, IMPALA, section 4.1):
@@ -42,6 +43,8 @@ def token_losses(
     policy's own value, which is exact for the first pass over a batch. With `Proximal.BEHAVIOR` r = exp(policy - behavior) and
     w = 1: PPO's loss (Schulman et al. 2017, eq. 7). There the min leaves r unbounded where A < 0; beyond max_importance_weight
     such a token is held at the cap, without gradient.
+
+    weights: [P] factors of the losses, constants (`trainer.aged`: tokens count less the older they are); None: all 1.
     """
     if not policy.shape == behavior.shape == advantages.shape or policy.ndim != 1:
         raise ValueError(
@@ -64,4 +67,8 @@ def token_losses(
     bounded = ratio.clamp(1 - options.clip_low, 1 + options.clip_high)
     surrogate = torch.minimum(ratio * advantages, bounded * advantages)
     clipped = (bounded * advantages < ratio * advantages).detach()
+    if weights is not None:
+        if weights.shape != policy.shape:
+            raise ValueError(f"token weights: got shape {list(weights.shape)}, expected {list(policy.shape)}")
+        weight = weight * weights
     return TokenLosses(losses=-weight * surrogate, clipped=clipped, capped=capped)

@@ -47,6 +47,14 @@ class PackedBatch:
     def num_nodes(self) -> int:
         return int(self.input_ids.shape[0])
 
+    def of_tokens(self, values: Sequence[npt.NDArray[np.float32]]) -> npt.NDArray[np.float32]:
+        """[P] each trained token's own of `values`, which has a [T] per sample given to `pack`."""
+        if not self.token_ids.size:
+            return np.zeros(0, dtype=np.float32)
+        starts = np.cumsum([0, *(one.shape[0] for one in values)])
+        taken: npt.NDArray[np.float32] = np.concatenate(values)[starts[self.token_samples] + self.token_positions]
+        return taken.astype(np.float32, copy=False)
+
 
 def pack(
     samples: Sequence[Sample],

@@ -81,6 +81,8 @@ class StepReport:
     """True when no sample had both trained tokens and an advantage: nothing was changed."""
     forward_backward_s: float
     optimizer_s: float
+    stale_weight_mean: float = 1.0
+    """Mean factor of the trained tokens' losses for their age; 1.0 where none was beyond max_staleness."""
 
 
 class Policy(Protocol):
@@ -115,10 +117,12 @@ class Policy(Protocol):
         *,
         denominator: float,
         options: LossOptions,
+        weights: Sequence[npt.NDArray[np.float32]] | None = None,
     ) -> TokenSums:
         """Add the gradient of sum(token losses) / denominator to what is accumulated.
 
         advantages: float32 [n], one per sample. denominator: trained tokens of the whole step, over all calls and ranks.
+        weights: per sample a float32 [T] that multiplies its tokens' losses and leaves the denominator alone; None: all 1.
         Samples with advantage 0 are scored for the metrics, without a backward pass. Returns sums over all ranks.
         Raises NonFiniteError when a loss is not finite; the accumulated gradient is then dropped.
         """

@@ -29,20 +29,29 @@ class UpdateOptions:
 
 
 def train_step(
-    policy: Policy, samples: Sequence[Sample], advantages: npt.NDArray[np.float32], options: UpdateOptions
+    policy: Policy,
+    samples: Sequence[Sample],
+    advantages: npt.NDArray[np.float32],
+    options: UpdateOptions,
+    *,
+    weights: Sequence[npt.NDArray[np.float32]] | None = None,
 ) -> StepReport:
     """Take one optimizer step on `samples` with one advantage each (float32 [n]).
+
+    weights: per sample a float32 [T] that multiplies its tokens' losses; the denominator stays the number of trained tokens.
 
     The order of samples does not change which gradient is computed, only its rounding. Raises NonFiniteError (weights
     unchanged) and PackingError (naming the rollout).
     """
     if advantages.shape != (len(samples),):
         raise ValueError(f"advantages: got shape {advantages.shape}, expected [{len(samples)}], one per sample")
+    if weights is not None and [one.shape for one in weights] != [(sample.num_tokens,) for sample in samples]:
+        raise ValueError("weights: expected one float32 [T] per sample, of its own length")
     num_trained = sum(sample.num_trained_tokens for sample in samples)
     has_signal = any(a != 0 and sample.num_trained_tokens for sample, a in zip(samples, advantages, strict=True))
     started = time.perf_counter()
     sums = (
-        policy.accumulate(samples, advantages, denominator=max(num_trained, 1), options=options.loss)
+        policy.accumulate(samples, advantages, denominator=max(num_trained, 1), options=options.loss, weights=weights)
         if num_trained
         else TokenSums()
     )
@@ -73,4 +82,12 @@ def train_step(
         skipped=not has_signal,
         forward_backward_s=accumulated - started,
         optimizer_s=finished - accumulated,
+        stale_weight_mean=_mean_weight(samples, weights, num_trained),
     )
+
+
+def _mean_weight(samples: Sequence[Sample], weights: Sequence[npt.NDArray[np.float32]] | None, num_trained: int) -> float:
+    if weights is None or not num_trained:
+        return 1.0
+    total = sum(float(one[sample.loss_mask != 0].sum(dtype=np.float64)) for sample, one in zip(samples, weights, strict=True))
+    return total / num_trained
