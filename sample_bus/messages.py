@@ -141,6 +141,17 @@ class EvaluationResult(Message):
     seconds: float
 
 
+class SeatDemand(Message):
+    """What the trainer's steps have taken and when the next version comes; samples_per_step says what follows."""
+
+    taken_seats: int = Field(ge=0)
+    """Seats that steps took since the origin, the one in progress included."""
+    begun_step: int = Field(ge=0)
+    """The newest step that has its batch."""
+    sync_step: int = Field(ge=0)
+    """The step after which the next version is published."""
+
+
 class TrainerStatus(Message):
     """Topic `trainer`."""
 
@@ -156,6 +167,8 @@ class TrainerStatus(Message):
     consumed_seats: int | None = Field(default=None, ge=0)
     """Seats (samples and closed seats of trained groups: a group counts its group_size) that the steps up to `policy_version`
     took since `origin_version`; None: as many as whole sync periods at today's settings hold."""
+    demand: SeatDemand | None = None
+    """What is taken beyond that; None before training begins."""
     step: int = 0
     num_steps: int = 0
     agreed: dict[str, Any] = Field(default_factory=dict)

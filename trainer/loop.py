@@ -31,6 +31,7 @@ from trainer.advantages import group_advantages
 from trainer.checkpoint import DIRECTORY, Part, save_checkpoint
 from trainer.clock import Activity, ActivityClock
 from trainer.commits import Commits
+from trainer.demand import StepAccount, next_sync_step
 from trainer.errors import CheckpointError
 from trainer.evaluations import Evaluations
 from trainer.intake import Intake, plain_ids
@@ -104,6 +105,8 @@ class TrainingLoop:
         self._saved_step = saved_step
         self._drain = drain
         self.policy_version = policy_version
+        self._account = StepAccount(begun_step=first_step, sync_step=self._next_sync_step())
+        self._board.set(**self._account.said())
 
     async def run(self) -> None:
         """Train until the last step or until asked to drain."""
@@ -113,8 +116,9 @@ class TrainingLoop:
             if batch is None:
                 break
             await self._train(batch)
-            if self._step % settings.trigger_parameter_sync_step == 0:
+            if self._account.is_due:
                 self.policy_version += 1
+                self._account.publish(next_sync_step=self._next_sync_step())
                 await self.publish()
                 every = settings.evaluation.every_versions
                 if every and self.policy_version % every == 0 and self._step < settings.num_steps:
@@ -136,7 +140,7 @@ class TrainingLoop:
             seconds = await self._publisher.announce(
                 self._policy.export_weights(), policy_version=self.policy_version, executor=self._executor
             )
-        self._board.set(policy_version=self.policy_version)
+        self._board.set(policy_version=self.policy_version, **self._account.said())
         await self._board.flush()
         row = {"policy_version": self.policy_version, "snapshot_ms": seconds * 1e3}
         for engine, result in self._publisher.last_results.items():
@@ -200,6 +204,8 @@ class TrainingLoop:
         step = self._step + 1
         settings = self._live.settings if batch.options is None else with_live(self._live.settings, batch.options)
         members = [leased for group in batch.groups for leased in group.members]
+        self._account.begin(step, sum(len(group.records) for group in batch.groups))
+        self._board.set(demand=self._account.said()["demand"])
         self._journal.write(
             StepBegan(
                 at=time.time(),
@@ -307,6 +313,14 @@ class TrainingLoop:
         versions = leased.sample.token_versions()
         sampled: npt.NDArray[np.int32] = versions[versions != NO_VERSION]
         return np.int32(self.policy_version) - sampled
+
+    def _next_sync_step(self) -> int:
+        settings = self._live.settings
+        return next_sync_step(
+            self._step,
+            trigger_parameter_sync_step=settings.trigger_parameter_sync_step,
+            num_steps=settings.num_steps,
+        )
 
     async def _evaluate_at_end(self) -> None:
         self._board.enter(TrainerState.EVALUATING, f"policy version {self.policy_version}")
