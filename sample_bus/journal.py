@@ -10,7 +10,7 @@ Records are msgpack arrays [kind, field, …] in a `RecordLog`. `id` is [produce
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, ClassVar, get_args, get_origin, get_type_hints
 
@@ -64,6 +64,8 @@ class GroupAdmitted:
     settings_revision: int
     temperature: float
     max_tokens: int
+    replaces: str = ""
+    """The group that was too old and whose task is issued again with this one; empty: a task of the data's order."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,8 +83,10 @@ class AttemptFailed:
     reason: str
     message: str
     then: str = "retry"
-    """What follows: `retry`, `refill` (the rollout is given up and a fresh one takes its seat) or `close` (it is given up and
-    its seat is about to be closed)."""
+    """What follows: `retry`, `continue` (the next attempt goes on where this one was recorded last), `refill` (the rollout is
+    given up and a fresh one takes its seat) or `close` (it is given up and its seat is about to be closed)."""
+    kept_tokens: int = 0
+    """Sampled tokens that the next attempt goes on from."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -216,6 +220,8 @@ class StepBegan:
     """Closed seats of the same groups, settled with them."""
     options: dict[str, Any]
     """Every live setting's value that the step uses, by dotted key."""
+    weighting: dict[str, Any] = field(default_factory=dict)
+    """How its tokens are weighted by age (`trainer.aged.Weighting`); empty: all count whole."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -288,6 +294,25 @@ class TrainerEnded:
     counts: dict[str, Any]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RetryAsked:
+    """A group was too old: the rollouter is asked to issue its task again. Written before the group is dropped, once."""
+
+    KIND: ClassVar[int] = 41
+    at: float
+    group_id: str
+    task_id: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RetriesTaken:
+    """The rollouter has admitted other groups in the place of these, and noted it."""
+
+    KIND: ClassVar[int] = 42
+    at: float
+    group_ids: list[Any]
+
+
 RollouterRecord = (
     RollouterBegan
     | GroupAdmitted
@@ -301,7 +326,17 @@ RollouterRecord = (
     | Offering
 )
 TrainerRecord = (
-    TrainerBegan | Queued | StepBegan | StepTrained | RecordsDropped | RecordsGone | VersionPublished | Saved | TrainerEnded
+    TrainerBegan
+    | Queued
+    | StepBegan
+    | StepTrained
+    | RecordsDropped
+    | RecordsGone
+    | VersionPublished
+    | Saved
+    | TrainerEnded
+    | RetryAsked
+    | RetriesTaken
 )
 Record = RollouterRecord | TrainerRecord
 

@@ -59,7 +59,9 @@ class SettingChange(Message):
     changed_at: float
     """Unix seconds."""
     scope: str
-    """From when it holds (configs.schema.Scope)."""
+    """From when it holds, in general (configs.schema.Scope)."""
+    holds_from: str = ""
+    """The step, version or event from which it holds, such as `step 17` or `policy version 9`."""
 
 
 class LiveSettingsState(Message):
@@ -87,6 +89,8 @@ class Counts(Message):
     """Samples and closed seats of dropped groups, given back to admission since `TrainerStatus.origin_version`."""
     late_results: int = 0
     """Samples refused because their seat was filled or closed already; they count as dropped too."""
+    rolled_back: int = 0
+    """Trained samples with tokens of a version that a rollback of the trainer has lost."""
     duplicates: int = 0
     """Records that came again although they are held or settled; refused, and counted nowhere else."""
     rejected: int = 0
@@ -236,6 +240,56 @@ class EngineStatus(Message):
     """Pause of generation in the last sync."""
 
 
+class RetryTask(Message):
+    """A task that is to be issued again."""
+
+    group_id: str
+    """The group that was too old."""
+    task_id: str
+
+
+class TaskRetries(Message):
+    """Topic `retries`, written by the trainer: what the rollouter has not said to have taken yet, the oldest first."""
+
+    run_id: str
+    tasks: tuple[RetryTask, ...] = ()
+
+
+class Spread(Message):
+    """How a number is distributed: exact count and total, and a histogram that is exact while there are few distinct values."""
+
+    count: int = 0
+    total: float = 0.0
+    centers: tuple[float, ...] = ()
+    """Rising."""
+    counts: tuple[int, ...] = ()
+    """Of each center."""
+
+
+class BiasPart(Message):
+    """Samples of one fate."""
+
+    length: Spread = Spread()
+    """Trained tokens."""
+    reward: Spread = Spread()
+    turns: Spread = Spread()
+    sources: dict[str, int] = Field(default_factory=dict)
+    """Samples by data source."""
+    closed_seats: int = 0
+    """Rollouts given up in the same groups: they brought no sample, so nothing of theirs is in the above."""
+
+
+class BiasReport(Message):
+    """Topic `bias`, written by the trainer: what was trained, against what was not or not in full, since the run began."""
+
+    trained: BiasPart = BiasPart()
+    """With every token counting whole."""
+    downweighted: BiasPart = BiasPart()
+    """Trained, with some token counting less for its age."""
+    dropped: BiasPart = BiasPart()
+    """Dropped for their age or for their group's missing seats; not what came twice, was lost, or was left at the end."""
+
+
 class RolloutCounts(Message):
     """The rollouter's side of the ledger, in rollouts (= samples for single-turn loops), since the run began."""
 
@@ -253,6 +307,19 @@ class RolloutCounts(Message):
     """Results of attempts that had been given up; refused."""
 
 
+class Recovery(Message):
+    """What a rollouter that came again did with the rollouts that the one before had in flight."""
+
+    continued: int
+    """Went on from their recorded tokens."""
+    restarted: int
+    """Began anew: no token of theirs was recorded."""
+    tokens_kept: int
+    """Sampled tokens that were recorded."""
+    tokens_lost_at_most: int
+    """Asked for and not recorded when the process ended; fewer if it ended while they were being generated."""
+
+
 class RollouterStatus(Message):
     """Topic `rollouter`."""
 
@@ -263,10 +330,18 @@ class RollouterStatus(Message):
     settings_revision: int = 0
     """Revision of the live settings in force here."""
     counts: RolloutCounts = RolloutCounts()
+    incarnation: str | None = None
+    """The trainer whose versions count here."""
+    oldest_in_flight_version: int | None = None
+    """The oldest version of that trainer since which a rollout in flight is played; None: none is."""
+    retries_taken: tuple[str, ...] = ()
+    """Those of topic `retries`, by group, in whose place another group was admitted; noted in the journal."""
     engines: tuple[EngineStatus, ...] = ()
     generated_tokens: int = 0
     generated_tokens_per_s: float = 0.0
     """Over the last 10 s."""
+    recovery: Recovery | None = None
+    """None in the first process of a run."""
 
 
 # ── requests to the trainer ──────────────────────────────────────────────────────────────────────────────────────────
@@ -279,13 +354,39 @@ class ChangeSettings(Message):
     author: str
     expected_revision: int | None = None
     """Refused if the revision has moved; None: no check."""
+    dry_run: bool = False
+    """Only say what would change."""
+
+
+class RevertSettings(Message):
+    """Request `settings.revert`: back to the values of an earlier revision, as a new one."""
+
+    to_revision: int
+    author: str
+    expected_revision: int | None = None
+    dry_run: bool = False
 
 
 class SettingsChanged(Message):
-    """Reply to `settings.set`."""
+    """Reply to `settings.set` and `settings.revert`."""
 
     revision: int
+    """In force now."""
+    changes: tuple[SettingChange, ...] = ()
+    """What changed, or after a dry run what would have."""
+    refused: tuple[str, ...] = ()
+    """What is wrong with what was asked, one line a problem: nothing changed."""
+
+
+class AskHistory(Message):
+    """Request `settings.history`."""
+
+
+class SettingsHistory(Message):
+    """Reply to `settings.history`; also a record of the trainer's journal of settings, with the changes of one revision."""
+
     changes: tuple[SettingChange, ...]
+    """Oldest first."""
 
 
 class RoundResult(Message):

@@ -29,6 +29,10 @@ class DropReason(StrEnum):
     """Why the trainer let a record go untrained."""
 
     STALE = "stale"
+    STALE_RETRIED = "stale, retried"
+    """Its task is issued again."""
+    STALE_FOR_GOOD = "stale, no retry left"
+    """Its task was issued again rollouter.max_requeues times."""
     GROUP_INCOMPLETE = "group incomplete"
     DUPLICATE_SEAT = "duplicate seat"
     PRODUCER_LOST = "producer lost"
@@ -81,8 +85,17 @@ class _Open:
 class GroupAssembler:
     """Collects records by group."""
 
-    def __init__(self, *, on_failed_seat: OnFailedSeat = "train_survivors", min_survivors: int = 2) -> None:
-        """`refill` is the rollouter's matter: a seat that is closed nevertheless is treated as under `train_survivors`."""
+    def __init__(
+        self,
+        *,
+        on_failed_seat: OnFailedSeat = "train_survivors",
+        min_survivors: int = 2,
+        stale_reason: Callable[[str], DropReason] = lambda group_id: DropReason.STALE,
+    ) -> None:
+        """`refill` is the rollouter's matter: a seat that is closed nevertheless is treated as under `train_survivors`.
+        `stale_reason`: under which reason a group is dropped of which a rollout was given up for its age.
+        """
+        self._stale_reason = stale_reason
         self._drops_on_failed_seat = on_failed_seat == "drop"
         self._min_survivors = min_survivors
         self._open: OrderedDict[GroupKey, _Open] = OrderedDict()
@@ -123,7 +136,7 @@ class GroupAssembler:
         if who.seat in group.seats or who.seat >= group.size:
             return Dropped(reason=DropReason.DUPLICATE_SEAT, records=(lease,))
         group.seats[who.seat] = lease
-        hopeless = self._hopeless(group)
+        hopeless = self._hopeless(group, who.group_id)
         if hopeless is not None:
             return self.close(key, hopeless)
         if len(group.seats) < group.size:
@@ -146,13 +159,13 @@ class GroupAssembler:
         """Give up every open group."""
         return self._close_where(lambda name, life: True, reason)
 
-    def _hopeless(self, group: _Open) -> DropReason | None:
+    def _hopeless(self, group: _Open, group_id: str) -> DropReason | None:
         """Why the group can never be trained any more, whatever its open seats bring."""
         reasons = [lease.closed.reason for lease in group.seats.values() if isinstance(lease, LeasedClosure)]
         if not reasons:
             return None
         if DropReason.STALE in reasons:
-            return DropReason.STALE
+            return self._stale_reason(group_id)
         if self._drops_on_failed_seat or group.size - len(reasons) < self._min_survivors:
             return DropReason.GROUP_INCOMPLETE
         return None

@@ -94,7 +94,7 @@ def test_weights_of_one_change_no_bit_and_the_denominator_stays_the_number_of_tr
 ) -> None:
     samples, advantages = batch()
     ones = [np.ones(sample.num_tokens, np.float32) for sample in samples]
-    halves = [one / 2 for one in ones]
+    halves = [one * np.float32(0.5) for one in ones]
     plain = train_step(policy_of(), samples, advantages, OPTIONS)
     same = train_step(policy_of(), samples, advantages, OPTIONS, weights=ones)
     half = train_step(policy_of(), samples, advantages, OPTIONS, weights=halves)
