@@ -6,6 +6,7 @@ the step was cut into micro-batches or ranks.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, fields
 
 import torch
@@ -27,6 +28,8 @@ class TokenSums:
     mismatch_max_abs: float = 0.0
     importance: float = 0.0
     """Sum of exp(policy - behavior)."""
+    importance_squared: float = 0.0
+    """Sum of its squares."""
     importance_max: float = 0.0
     num_importance_capped: int = 0
     kl_behavior_policy: float = 0.0
@@ -61,6 +64,7 @@ class TokenSums:
             mismatch_abs=float(log_ratio.abs().sum()),
             mismatch_max_abs=float(log_ratio.abs().max()) if policy.numel() else 0.0,
             importance=float(ratio.sum()),
+            importance_squared=float(ratio.square().sum()),
             importance_max=float(ratio.max()) if policy.numel() else 0.0,
             num_importance_capped=int(capped.sum()),
             kl_behavior_policy=float((ratio - 1 - log_ratio).sum()),
@@ -78,6 +82,17 @@ class TokenSums:
     def mean(self, total: float) -> float:
         """total / num_tokens; 0.0 when there are no tokens."""
         return total / self.num_tokens if self.num_tokens else 0.0
+
+    @property
+    def effective_sample_size(self) -> float:
+        """(sum w)^2 / (n sum w^2) of w = exp(policy - behavior), within [1/n, 1]: the share of n tokens of equal weight that
+        would estimate as well (Kish 1965, "Survey sampling", section 8.2). 1.0 when there are no tokens."""
+        if not self.num_tokens:
+            return 1.0
+        least = 1 / self.num_tokens
+        if not (0 < self.importance_squared < math.inf and self.importance < math.inf):
+            return least  # one weight is beyond all numbers, or all are nothing
+        return min(1.0, max(least, self.importance * (self.importance / self.importance_squared) / self.num_tokens))
 
 
 MAXIMA = frozenset({"mismatch_max_abs", "importance_max"})

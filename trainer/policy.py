@@ -61,6 +61,8 @@ class StepReport:
     importance_mean: float
     """Mean of exp(policy - behavior), before any cap."""
     importance_max: float
+    effective_sample_size: float
+    """(sum w)^2 / (n sum w^2) of these weights, before any cap: 1 where all are equal, 1/n where one outweighs all."""
     importance_capped_fraction: float
     """Share of tokens whose importance weight met its cap."""
     kl_behavior_policy: float

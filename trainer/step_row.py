@@ -55,6 +55,7 @@ def metrics_row(samples: Sequence[Sample], summary: StepSummary, report: StepRep
         "response_tokens_mean": float(lengths.mean()),
         "response_tokens_max": int(lengths.max()),
         "importance_max": report.importance_max,
+        "effective_sample_size": report.effective_sample_size,
         "importance_capped_fraction": report.importance_capped_fraction,
         "kl_behavior_policy": report.kl_behavior_policy,
         "entropy": report.entropy,

@@ -70,6 +70,7 @@ def train_step(
         mismatch_max_abs=sums.mismatch_max_abs,
         importance_mean=sums.mean(sums.importance),
         importance_max=sums.importance_max,
+        effective_sample_size=sums.effective_sample_size,
         importance_capped_fraction=sums.mean(sums.num_importance_capped),
         kl_behavior_policy=sums.mean(sums.kl_behavior_policy),
         entropy=sums.mean(sums.entropy),

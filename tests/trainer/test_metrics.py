@@ -50,3 +50,20 @@ def test_sums_are_those_of_numpy() -> None:
     np.testing.assert_allclose(sums.importance, np.exp(difference).sum())
     np.testing.assert_allclose(sums.kl_behavior_policy, (np.exp(difference) - 1 - difference).sum())
     assert (sums.num_clipped, sums.num_importance_capped, sums.num_tokens) == (1, 1, 3)
+
+
+@given(st.lists(st.floats(-5, 0, width=32), min_size=1, max_size=30))
+def test_the_effective_sample_size_is_that_of_the_weights(values: list[float]) -> None:
+    array = np.array(values, dtype=np.float32)
+    weights = np.exp(array.astype(np.float64) + 1.0)
+    size = sums_of(array, -array).effective_sample_size
+    np.testing.assert_allclose(size, weights.sum() ** 2 / (len(values) * (weights**2).sum()), rtol=1e-9)
+    assert 1 / len(values) <= size <= 1
+
+
+def test_equal_weights_count_whole_and_one_that_outweighs_all_counts_alone() -> None:
+    assert sums_of(np.full(7, -3.0, np.float32), np.zeros(7)).effective_sample_size == 1.0
+    assert abs(sums_of(np.array([50.0] + [-50.0] * 9, np.float32), np.zeros(10)).effective_sample_size - 0.1) < 1e-9
+    beyond = sums_of(np.array([1000.0, 0.0], np.float32), np.zeros(2))
+    assert beyond.effective_sample_size == 0.5
+    assert TokenSums().effective_sample_size == 1.0
