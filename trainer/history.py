@@ -26,7 +26,9 @@ from sample_bus.journal import (
 from sample_bus.messages import EndReason
 from sample_bus.position import BusPosition
 from sample_bus.sample import SampleId
+from trainer.aged import Weighting
 from trainer.groups import REMEMBERED_CLOSED_GROUPS, DropReason, GroupKey
+from trainer.retries import RetriesFold, RetriesHistory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,6 +41,8 @@ class PlannedStep:
     closures: tuple[SampleId, ...]
     options: Mapping[str, Any] | None
     """Live settings that it used; None: it failed under them, those in force are to be used."""
+    weighting: Weighting | None = None
+    """How its tokens were weighted by age."""
 
     @property
     def ids(self) -> tuple[SampleId, ...]:
@@ -64,14 +68,16 @@ class History:
     known: Mapping[SampleId, Known] = field(default_factory=dict)
     options: Mapping[str, Any] = field(default_factory=dict)
     """Live settings of the newest step that was begun, by dotted key."""
+    retries: RetriesHistory = field(default_factory=RetriesHistory)
 
 
 def history_of(records: Iterable[Record], *, step: int, position: BusPosition) -> History:
     """Of a trainer's journal, oldest record first, for a process that goes on from `step` and `position`."""
-    fold = _Fold(step, position)
+    fold, retries = _Fold(step, position), RetriesFold()
     for record in records:
         fold.take(record)
-    return fold.result()
+        retries.take(record)
+    return replace(fold.result(), retries=retries.result())
 
 
 class _Fold:
@@ -135,7 +141,13 @@ class _Fold:
             self._close(one, DropReason.DUPLICATE_SEAT)
         if record.step <= self._step:
             return
-        planned = PlannedStep(step=record.step, samples=samples, closures=closures, options=record.options)
+        planned = PlannedStep(
+            step=record.step,
+            samples=samples,
+            closures=closures,
+            options=record.options,
+            weighting=Weighting.from_plain(record.weighting),
+        )
         before = self._steps.get(record.step)
         if before is None or before.ids != planned.ids:
             self._void_from(min([record.step, *(self._step_of[one] for one in planned.ids if one in self._step_of)]))

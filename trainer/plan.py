@@ -13,6 +13,7 @@ from typing import Any
 
 from sample_bus.protocols import Gone, Lease
 from sample_bus.sample import SampleId
+from trainer.aged import Weighting
 from trainer.groups import Dropped, DropReason, Group, described, make_group
 from trainer.history import History, PlannedStep
 
@@ -26,6 +27,8 @@ class Batch:
     """Taken again as an earlier process had taken it."""
     options: Mapping[str, Any] | None = None
     """Live settings under which it was taken then, by dotted key; None: those in force."""
+    weighting: Weighting | None = None
+    """How its tokens are weighted by age; None: all count whole."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,6 +63,11 @@ class ReplayPlan:
         """Whether steps are still to be taken again."""
         return bool(self._steps)
 
+    @property
+    def num_steps(self) -> int:
+        """Steps that are still to be taken again."""
+        return len(self._steps)
+
     def take(self, lease: Lease) -> Place | Dropped:
         """A record came."""
         reason = self._drops.pop(lease.id, None)
@@ -81,7 +89,7 @@ class ReplayPlan:
             lease = self._held.pop(one)
             records.setdefault(described(lease).group_id, []).append(lease)
         groups = tuple(make_group(group_id, leases) for group_id, leases in records.items())
-        return Batch(groups=groups, replayed=True, options=planned.options)
+        return Batch(groups=groups, replayed=True, options=planned.options, weighting=planned.weighting)
 
     def lose(self, gone: Gone) -> Abandoned | None:
         """Records will never come: a planned step that needs one of them cannot be taken, nor those after it."""

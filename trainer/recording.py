@@ -12,6 +12,7 @@ from typing import Any
 
 from sample_bus.journal import Record, Saved, StepBegan, StepTrained, TrainerBegan, VersionPublished
 from sample_bus.sample import SampleId
+from trainer.aged import Weighting
 from trainer.errors import ReplayError
 
 
@@ -26,6 +27,8 @@ class RecordedStep:
     """Settings that held for it, by dotted key."""
     loss: float
     grad_norm: float
+    weighting: Weighting | None = None
+    """How its tokens were weighted by age; None: all counted whole."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,4 +115,5 @@ def _step(began: StepBegan, trained: StepTrained) -> RecordedStep:
         options=began.options,
         loss=trained.loss,
         grad_norm=trained.grad_norm,
+        weighting=Weighting.from_plain(began.weighting),
     )

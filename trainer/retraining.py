@@ -18,6 +18,7 @@ from configs.loader import dump, validate
 from configs.schema import Settings
 from sample_bus.messages import Counts
 from sample_bus.position import BusPosition
+from trainer.aged import weights_of
 from trainer.checkpoint import DIRECTORY, Part, load, save_checkpoint
 from trainer.comparison import Comparison, StepPair, VersionPair
 from trainer.errors import ReplayError
@@ -108,7 +109,13 @@ class _Retraining:
         settings = _in_force(self._again.settings, recorded.options, self._again.overridden)
         samples = [self._again.kept.sample(sample_id) for sample_id in recorded.samples]
         advantages = advantages_of(samples, settings.trainer)
-        report = train_step(self._policy, samples, advantages, options_of(settings.trainer))
+        report = train_step(
+            self._policy,
+            samples,
+            advantages,
+            options_of(settings.trainer),
+            weights=weights_of(recorded.weighting, samples),
+        )
         self._step = recorded.step
         self.comparison.steps.append(StepPair(recorded=recorded, loss=report.loss, grad_norm=report.grad_norm))
         summary = summary_of(
