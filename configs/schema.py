@@ -180,6 +180,14 @@ class RollouterSettings(Section):
         le=1000,
         description="With on_stale=retry: times that a task is issued again because its group was too old.",
     )
+    progress_interval_s: float = live(
+        1.0,
+        Scope.NEXT_ROLLOUT,
+        ge=0,
+        le=3600,
+        description="Seconds of generation after which a rollout's new tokens are recorded, so that a rollouter that comes "
+        "again goes on from them: turns are asked for in slices of about that length; 0: whole turns.",
+    )
     max_task_failures: int = Field(
         3, ge=1, description="Rollouts of one task given up by its own fault after which it is quarantined."
     )
