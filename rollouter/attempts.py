@@ -12,6 +12,7 @@ from collections.abc import Callable
 import structlog
 
 from rollouter.errors import GivenUp, LateResult
+from rollouter.progress import Recording
 from rollouter.rollouts import Episode, Plan, Runner
 
 log = structlog.get_logger()
@@ -38,12 +39,12 @@ class Attempts:
         """Attempts that were cancelled and have not ended."""
         return len(self._left)
 
-    async def play(self, plan: Plan, number: int, stop: asyncio.Future[None]) -> Episode:
+    async def play(self, plan: Plan, number: int, stop: asyncio.Future[None], recording: Recording | None = None) -> Episode:
         """Attempt `number`, until `stop` is done. Raises GivenUp then, and what the runner raises."""
         given_up = f"rollout {plan.rollout_id} attempt {number} was given up"
         if stop.done():
             raise GivenUp(f"{given_up} before it began")
-        playing = asyncio.create_task(self._runner.attempt(plan, number), name=f"{plan.rollout_id}.{number}")
+        playing = asyncio.create_task(self._runner.attempt(plan, number, recording), name=f"{plan.rollout_id}.{number}")
         try:
             await asyncio.wait((playing, stop), timeout=self._timeout_s + self._grace_s, return_when=asyncio.FIRST_COMPLETED)
         finally:

@@ -1,13 +1,15 @@
 """The rollouter's journal on disk and the books that it keeps: written, replayed, and reconciled with the stream.
 
 Invariant: the books change by records alone, each of which goes to the journal in the same breath. What a process before this
-one did without noting it is told again from its stream, so nothing that was offered is played again.
+one did without noting it is told again from its stream, so nothing that was offered is played again; what it had in flight is
+continued from its progress log.
 """
 
 from __future__ import annotations
 
+import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import structlog
@@ -16,7 +18,9 @@ from configs.schema import SamplingSettings
 from rollouter.books import Books
 from rollouter.errors import DataError
 from rollouter.failures import FailureReason
-from rollouter.seat_policy import SeatPolicy
+from rollouter.progress import PROGRESS_FILE, Progress, ProgressLog
+from rollouter.progress_records import Place
+from rollouter.seat_policy import Move, SeatPolicy
 from sample_bus.closed_seat import ClosedSeat
 from sample_bus.errors import JournalError
 from sample_bus.journal import (
@@ -33,6 +37,7 @@ from sample_bus.journal import (
     read_journal,
 )
 from sample_bus.journal_writer import JournalWriter
+from sample_bus.messages import Recovery
 from sample_bus.protocols import Producer, Resumption
 from sample_bus.sample import NO_VERSION, Sample, SampleId
 
@@ -57,6 +62,9 @@ class Bookkeeper:
         self.books = Books()
         self._writer = JournalWriter(journal_dir(run_dir, run_id) / ROLLOUTER_FILE, on_change=on_change)
         self._is_closed = False
+        self.recovery: Recovery | None = None
+        """What became of the rollouts that the process before had in flight; None before `take_up`, and for the first one."""
+        self.progress = ProgressLog(journal_dir(run_dir, run_id) / PROGRESS_FILE)
         for record in read_journal(self._writer.path):
             if not isinstance(record, RollouterRecord):
                 raise JournalError(f"{self._writer.path}: got {type(record).__name__}, expected the rollouter's own records")
@@ -116,8 +124,13 @@ class Bookkeeper:
                 log.warning("records of an older stream are lost", epoch_before=books.epoch, epoch=epoch)
             self.write(began)
             await self._tell_again(producer, resumption, sampling)
+        continued = self._usable_progress()
+        if not is_first:
+            self.recovery = self._recovery(continued)
+            log.info("rollouts in flight taken up", **self.recovery.model_dump())
         if was_cut_off:
-            self._note_interruptions(policy)
+            self._note_interruptions(policy, continued)
+        await asyncio.to_thread(self.progress.start, continued)
         if not is_first:
             log.info("taken up where it stood", open_groups=len(books.open_groups), **books.counts().model_dump())
 
@@ -132,6 +145,7 @@ class Bookkeeper:
         if not self._is_closed:
             self._is_closed = True
             self._writer.close()
+            self.progress.close()
 
     async def _tell_again(self, producer: Producer, resumption: Resumption, sampling: SamplingSettings) -> None:
         """Note the records of the stream that a process before this one had no time to note: those that it still holds, and
@@ -157,18 +171,45 @@ class Bookkeeper:
         if missing and books.num_processes:
             log.warning("records of the stream that the journal knows nothing of", num_records=missing)
 
-    def _note_interruptions(self, policy: SeatPolicy) -> None:
-        """The attempts that the death of the process before cut off are over; the next ones get the next numbers."""
+    def _usable_progress(self) -> dict[Place, Progress]:
+        """What the open seats' present attempts, or those that they go on from, have sampled."""
+        return {
+            (group_id, number): progress
+            for group_id, group in self.books.open_groups.items()
+            for number, seat in enumerate(group.seats)
+            if seat.is_open and seat.closing is None
+            if (progress := self.progress.found.get((group_id, number))) is not None
+            if seat.first_attempt <= progress.began.attempt <= seat.attempt and progress.num_tokens
+        }
+
+    def _recovery(self, continued: Mapping[Place, Progress]) -> Recovery:
+        num_open = sum(
+            seat.is_open and seat.closing is None for group in self.books.open_groups.values() for seat in group.seats
+        )
+        return Recovery(
+            continued=len(continued),
+            restarted=num_open - len(continued),
+            tokens_kept=sum(progress.num_tokens for progress in continued.values()),
+            tokens_lost_at_most=sum(progress.num_asked for progress in self.progress.found.values()),
+        )
+
+    def _note_interruptions(self, policy: SeatPolicy, continued: Mapping[Place, Progress]) -> None:
+        """The attempts that the death of the process before cut off are over; the next ones get the next numbers, and go on
+        from what is in `continued`."""
         for group_id, group in list(self.books.open_groups.items()):
             for number, seat in enumerate(group.seats):
                 if not seat.is_open or seat.closing is not None:
                     continue
+                progress = continued.get((group_id, number))
+                kept_tokens = 0 if progress is None else progress.num_tokens
                 move = policy.next_move(
                     FailureReason.INTERRUPTED,
                     num_failed=seat.num_failed,
-                    num_interrupted=seat.num_interrupted + 1,
+                    num_interrupted=1 if kept_tokens > seat.kept_tokens else seat.num_interrupted + 1,
                     num_refills=seat.num_refills,
                 )
+                if move is Move.RETRY and progress is not None:
+                    move = Move.CONTINUE
                 self.write(
                     AttemptFailed(
                         at=self.now(),
@@ -178,6 +219,7 @@ class Bookkeeper:
                         reason=FailureReason.INTERRUPTED.value,
                         message="the rollouter was killed while it ran",
                         then=move.value,
+                        kept_tokens=kept_tokens if move is Move.CONTINUE else 0,
                     )
                 )
 

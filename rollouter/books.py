@@ -50,10 +50,14 @@ class Closing:
 class SeatBook:
     attempt: int = 0
     """Number of the attempt that runs or comes next."""
+    first_attempt: int = 0
+    """The first of those that continue each other up to `attempt`."""
+    kept_tokens: int = 0
+    """Sampled tokens that `attempt` goes on from."""
     num_failed: int = 0
     """Attempts of the rollout in the seat that failed by themselves."""
     num_interrupted: int = 0
-    """Attempts in the seat that a death of this process cut off."""
+    """Attempts in the seat that a death of this process cut off, since one last got further than the one before."""
     num_refills: int = 0
     """Rollouts in the seat that were given up for a fresh one."""
     closing: Closing | None = None
@@ -268,7 +272,7 @@ class Books:
             self._late += 1
             return
         move = Move(record.then)
-        if move is not Move.CLOSE:
+        if move in (Move.RETRY, Move.REFILL):
             self._retried += 1
         group = self.group(record.group_id)
         if group is None:
@@ -281,9 +285,12 @@ class Books:
             self.open_groups[record.group_id] = group
         seat.attempt = max(seat.attempt, record.attempt + 1)
         if reason is FailureReason.INTERRUPTED:
-            seat.num_interrupted += 1
+            seat.num_interrupted = 1 if record.kept_tokens > seat.kept_tokens else seat.num_interrupted + 1
         else:
             seat.num_failed += 1
+        seat.kept_tokens = record.kept_tokens
+        if move is not Move.CONTINUE:
+            seat.first_attempt = seat.attempt
         if move is Move.REFILL:
             seat.num_failed = 0
             seat.num_refills += 1

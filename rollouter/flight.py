@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 
 import structlog
 
+from agent_loop.errors import Diverged
 from rollouter.admission import Admission, HeldVersion
 from rollouter.attempts import Attempts
 from rollouter.bookkeeping import Bookkeeper, closed, offered, offering_of
@@ -118,27 +119,34 @@ class Cockpit:
 
     async def _play(self, flight: Flight) -> None:
         """Attempts until one brings a sample, or the seat is closed."""
+        place, progress = (flight.plan.group_id, flight.plan.seat), self._keeper.progress
         seat = flight.group.seats[flight.plan.seat]
         while True:
             number = seat.attempt
-            flight.since = self._admission.held or flight.since
+            recording = progress.begin(place, number, self._admission.held or flight.since)
+            flight.since = recording.held
             plan = replace(flight.plan, incarnation=flight.since.incarnation)
             try:
-                episode = await self._attempts.play(plan, number, flight.stop)
+                episode = await self._attempts.play(plan, number, flight.stop, recording)
                 sample = sample_of(plan, number, episode, now=self._keeper.now)
                 await self._offer(flight, sample)
             except GivenUp as error:
                 reason, message = flight.given_up or (FailureReason.AGENT_LOOP_FAILED, str(error))
             except Exception as error:  # user code may raise anything; it fails this attempt and nothing else
+                if isinstance(error, Diverged) and recording.restored:
+                    log.warning("rollout cannot be continued, begins anew", rollout_id=plan.rollout_id, error=str(error))
+                    continue
                 if isinstance(error, BusError) and not isinstance(error, (WireError, SampleTooLarge)):
                     raise
                 reason, message = reason_of(error), f"{type(error).__name__}: {error}"
                 if reason is FailureReason.AGENT_LOOP_FAILED:
                     log.warning("agent loop failed", rollout_id=plan.rollout_id, attempt=number, exc_info=error)
             else:
+                progress.end(place)
                 return
             if not self.is_current():
                 return
+            progress.end(place)
             if self._failed(flight, number, reason, message) is Move.CLOSE:
                 await self._close(flight, reason)
                 return

@@ -104,6 +104,7 @@ class Pipeline:
             max_model_len=settings.engine.max_model_len,
             timeout_s=settings.rollouter.rollout_timeout_s,
             seed=settings.seed,
+            progress_interval_s=self._progress_interval_s,
         )
         self._evaluator = Evaluator(
             tasks=prompts.held_out,
@@ -137,6 +138,11 @@ class Pipeline:
                 pass
             for part in side:
                 part.cancel()
+
+    @property
+    def settings(self) -> Settings:
+        """The settings in force, live changes included."""
+        return self._live.settings
 
     def close(self, reason: str) -> None:
         """Note the end of this process in the journal. Does nothing the second time."""
@@ -224,6 +230,7 @@ class Pipeline:
             engines=self._fleet.statuses(),
             generated_tokens=self._fleet.generated_tokens,
             generated_tokens_per_s=self._rate.per_s(),
+            recovery=None if self.run_in_hand is None else self.run_in_hand.keeper.recovery,
         )
 
     def _counts(self) -> RolloutCounts:
@@ -251,6 +258,11 @@ class Pipeline:
 
     # ── inside ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
+    def _progress_interval_s(self) -> float:
+        """0 where a turn is to be sampled by one version: new weights wait for a request's end, and a slice would be one."""
+        settings = self._live.settings
+        return 0.0 if settings.partial_rollout == "finish" else settings.rollouter.progress_interval_s
+
     def _announced(self, announced: WeightRound) -> None:
         if self.run_in_hand is not None:
             cancelled = self.run_in_hand.dispatcher.cancel_hopeless(announced.policy_version, announced.incarnation)
@@ -275,6 +287,8 @@ class Pipeline:
             if not playing.done():
                 playing.cancel()
                 await asyncio.wait((playing,))
+            if not playing.cancelled():
+                playing.exception()  # seen: whoever cancels this knows the reason already
         if not self._another_run.is_set():
             playing.result()
             return True

@@ -16,10 +16,12 @@ import xxhash
 
 from agent_loop.engine import Engine, SamplingParams
 from agent_loop.errors import AgentLoopError, words_of
-from agent_loop.loop import AgentLoop
+from agent_loop.loop import AgentLoop, is_resumable
 from agent_loop.session import Session, TextCodec, Trajectory
+from agent_loop.slices import Slices
 from agent_loop.task import Task
 from rollouter.errors import LateResult
+from rollouter.progress import Recording
 from rollouter.scoring import Scorer
 from sample_bus.sample import Sample, StopReason
 
@@ -64,8 +66,10 @@ class Runner:
         max_model_len: int,
         timeout_s: float,
         seed: int,
+        progress_interval_s: Callable[[], float] = lambda: 0.0,
     ) -> None:
-        """`timeout_s` bounds one attempt, reward included."""
+        """`timeout_s` bounds one attempt, reward included; recorded attempts are recorded each `progress_interval_s`, or at the
+        end of each turn if that is 0."""
         self._loop = loop
         self._engine = engine
         self._codec = codec
@@ -73,16 +77,25 @@ class Runner:
         self._max_model_len = max_model_len
         self._timeout_s = timeout_s
         self._seed = seed
+        self._is_resumable = is_resumable(loop)
+        self._slices = Slices(progress_interval_s)
 
-    async def attempt(self, plan: Plan, number: int) -> Episode:
-        """Play attempt `number`. Raises TimeoutError naming what it was doing (LateResult if it ended well, but too late),
-        AgentLoopError, or what the loop raised."""
+    async def attempt(self, plan: Plan, number: int, recording: Recording | None = None) -> Episode:
+        """Play attempt `number`, going on from what `recording` has of it. Raises TimeoutError naming what it was doing
+        (LateResult if it ended well, but too late), AgentLoopError (Diverged if it did not repeat what was recorded), or what
+        the loop raised."""
+        if recording is not None and not self._is_resumable:
+            recording.spoil()
+            recording = None
         session = Session(
             self._engine,
             replace(plan.sampling, seed=request_seed(self._seed, plan.seed_key, number)),
             rollout_id=f"{plan.rollout_id}.{number}",
             max_model_len=self._max_model_len,
             codec=self._codec,
+            slices=None if recording is None else self._slices,
+            recorder=recording,
+            restored=() if recording is None else recording.restored,
         )
         scoring = False
         try:

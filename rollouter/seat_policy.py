@@ -12,7 +12,8 @@ from typing import Literal
 from rollouter.failures import FINAL, FailureReason
 
 MAX_INTERRUPTIONS = 8
-"""Deaths of this process in which one rollout may be caught; then it may be what causes them."""
+"""Deaths of this process in a row in which one rollout may be caught without having got any further; then it may be what causes
+them."""
 
 _IN_VAIN = frozenset({FailureReason.STALE, FailureReason.SIBLINGS_FAILED, FailureReason.SIBLINGS_LOST})
 """The group is lost whatever else its seats bring: neither another attempt nor a fresh rollout would help."""
@@ -20,7 +21,9 @@ _IN_VAIN = frozenset({FailureReason.STALE, FailureReason.SIBLINGS_FAILED, Failur
 
 class Move(StrEnum):
     RETRY = "retry"
-    """The next attempt of the same rollout."""
+    """The next attempt of the same rollout, from its beginning."""
+    CONTINUE = "continue"
+    """The next attempt of the same rollout, from what the one before recorded."""
     REFILL = "refill"
     """The rollout is given up and a fresh one takes its seat."""
     CLOSE = "close"
@@ -37,7 +40,8 @@ class SeatPolicy:
 
     def next_move(self, reason: FailureReason, *, num_failed: int, num_interrupted: int, num_refills: int) -> Move:
         """`num_failed`: attempts of the present rollout that failed, this one included; `num_interrupted`: those of the seat
-        that deaths of this process cut off, this one included; `num_refills`: fresh rollouts that the seat has had."""
+        that deaths of this process cut off and that got no further, this one included; `num_refills`: fresh rollouts that the
+        seat has had."""
         if reason in _IN_VAIN:
             return Move.CLOSE
         if reason is FailureReason.INTERRUPTED:

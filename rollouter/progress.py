@@ -1,0 +1,228 @@
+"""How far the rollouts in flight have come: `RUN_DIR/journal/RUN_ID/progress.log`, so that a process after this one continues
+them.
+
+Invariant: what is continued of a seat is a beginning of what its attempt recorded, whole pieces in order. The log is worth
+nothing but that: when it is damaged or cannot be written, rollouts lose progress and nothing else. It is written anew, under
+another name that then takes its place, when most of it tells of rollouts that have ended.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import structlog
+
+from agent_loop.progress import Piece, num_sampled
+from rollouter.admission import HeldVersion
+from rollouter.progress_records import Asked, Began, Entry, Got, Over, Place, decode_entry, encode_entry
+from sample_bus.errors import JournalError
+from sample_bus.record_log import HEAD_BYTES, RecordLog, read_records
+
+log = structlog.get_logger()
+
+PROGRESS_FILE = "progress.log"
+COMPACT_BYTES = 1 << 20
+"""Of ended rollouts, below which the log is left as it is."""
+NOTICE_S = 10.0
+
+
+@dataclass(slots=True, kw_only=True)
+class Progress:
+    """What is known of one seat's attempt."""
+
+    began: Began
+    pieces: list[Piece] = field(default_factory=list)
+    num_asked: int = 0
+    """Tokens that were being generated when nothing more was recorded, at most."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Sampled ones."""
+        return num_sampled(self.pieces)
+
+
+def fold(entries: Iterator[tuple[Place, Entry]]) -> dict[Place, Progress]:
+    """Where each seat stands that has not ended. A piece out of order and what follows it does not count."""
+    seats: dict[Place, Progress] = {}
+    for place, entry in entries:
+        match entry:
+            case Began():
+                seats[place] = Progress(began=entry)
+            case Over():
+                seats.pop(place, None)
+            case Asked() if place in seats:
+                seats[place].num_asked = entry.num_tokens
+            case Got() if place in seats and entry.index == len(seats[place].pieces):
+                seats[place].pieces.append(entry.piece)
+                seats[place].num_asked = 0
+            case _:
+                pass
+    return seats
+
+
+def read_progress(path: Path) -> dict[Place, Progress]:
+    """What stands in the log; of a damaged one what stands before the damage, which is logged."""
+
+    def entries() -> Iterator[tuple[Place, Entry]]:
+        try:
+            for offset, payload in read_records(path):
+                yield decode_entry(payload, f"{path} at byte {offset}")
+        except JournalError as error:
+            log.warning("progress log is damaged: some rollouts lose what they had", error=str(error))
+
+    return fold(entries()) if path.exists() else {}
+
+
+@dataclass(slots=True)
+class _Kept:
+    """A seat's records in the log."""
+
+    offsets: list[int] = field(default_factory=list)
+    num_bytes: int = 0
+
+
+class ProgressLog:
+    """The log of one run; belongs to the event loop."""
+
+    def __init__(self, path: Path) -> None:
+        """Read what the process before left; blocking, nothing is written."""
+        self.path = path
+        self.found = read_progress(path)
+        """By seat; those that are continued are taken out."""
+        self._log: RecordLog | None = None
+        self._kept: dict[Place, _Kept] = {}
+        self._open: dict[Place, Recording] = {}
+        self._noticed_at = -NOTICE_S
+
+    def start(self, continued: Mapping[Place, Progress]) -> None:
+        """Write the log anew with what is continued of it, and go on writing; blocking."""
+        self.found = dict(continued)
+        fresh = self.path.with_suffix(".new")
+        try:
+            fresh.unlink(missing_ok=True)
+            self._log = RecordLog(fresh)
+            for place, progress in continued.items():
+                self._append(place, progress.began)
+                for index, piece in enumerate(progress.pieces):
+                    self._append(place, Got(index=index, piece=piece))
+            self._take_name()
+        except (OSError, JournalError) as error:
+            self._fail(error)
+
+    def begin(self, place: Place, attempt: int, held: HeldVersion) -> Recording:
+        """The recording of a seat's attempt: of one that is continued if there is something to continue."""
+        self.end(place)
+        before = self.found.pop(place, None)
+        if before is None:
+            began = Began(attempt=attempt, incarnation=held.incarnation, policy_version=held.policy_version)
+            self._append(place, began)
+            recording = Recording(self, place, began=began, restored=())
+        else:
+            recording = Recording(self, place, began=before.began, restored=tuple(before.pieces))
+        self._open[place] = recording
+        return recording
+
+    def end(self, place: Place) -> None:
+        """Nothing more of what was begun at `place` counts."""
+        recording = self._open.pop(place, None)
+        if recording is not None:
+            recording.is_over = True
+            self._append(place, Over())
+            self._kept.pop(place, None)
+            self._compact()
+
+    def write(self, place: Place, entry: Entry) -> None:
+        self._append(place, entry)
+
+    def close(self) -> None:
+        """Write nothing any more; what was begun may be continued by the next process."""
+        for recording in self._open.values():
+            recording.is_over = True
+        self._open.clear()
+        if self._log is not None:
+            self._log.close()
+            self._log = None
+
+    # ── inside ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _append(self, place: Place, entry: Entry) -> None:
+        if self._log is None:
+            return
+        payload = encode_entry(place, entry)
+        try:
+            offset = self._log.append(payload)
+        except OSError as error:
+            self._fail(error)
+            return
+        if isinstance(entry, Began):
+            self._kept[place] = _Kept()
+        if place in self._kept and not isinstance(entry, (Asked, Over)):
+            kept = self._kept[place]
+            kept.offsets.append(offset)
+            kept.num_bytes += HEAD_BYTES + len(payload)
+
+    def _compact(self) -> None:
+        if self._log is None:
+            return
+        wanted = sum(kept.num_bytes for kept in self._kept.values())
+        if self._log.num_bytes - wanted < max(COMPACT_BYTES, wanted):
+            return
+        old, kept_before, fresh = self._log, self._kept, self.path.with_suffix(".new")
+        try:
+            fresh.unlink(missing_ok=True)
+            self._log, self._kept = RecordLog(fresh), {}
+            for place, kept in kept_before.items():
+                offsets = [self._log.append(old.read(offset)) for offset in kept.offsets]
+                self._kept[place] = _Kept(offsets, kept.num_bytes)
+            self._take_name()
+        except (OSError, JournalError) as error:
+            self._log, self._kept = old, kept_before
+            self._fail(error)
+        else:
+            old.close()
+
+    def _take_name(self) -> None:
+        assert self._log is not None, "there is no log to be named"
+        self._log.path.replace(self.path)
+        self._log.path = self.path
+
+    def _fail(self, error: Exception) -> None:
+        """Progress is lost if this process dies now; the rollouts go on."""
+        if time.monotonic() - self._noticed_at >= NOTICE_S:
+            self._noticed_at = time.monotonic()
+            log.warning("progress of rollouts cannot be recorded", path=str(self.path), error=str(error))
+
+
+class Recording:
+    """`agent_loop.progress.Recorder` of one attempt."""
+
+    def __init__(self, progress: ProgressLog, place: Place, *, began: Began, restored: tuple[Piece, ...]) -> None:
+        self._progress = progress
+        self._place = place
+        self._began = began
+        self._num_pieces = len(restored)
+        self.restored = restored
+        """Pieces that it goes on from."""
+        self.is_over = False
+        """Nothing is taken any more."""
+
+    @property
+    def held(self) -> HeldVersion:
+        """What the engines held when the first of the attempts that continue each other began: no token of it is older."""
+        return HeldVersion(incarnation=self._began.incarnation, policy_version=self._began.policy_version)
+
+    def asked(self, num_tokens: int) -> None:
+        if not self.is_over:
+            self._progress.write(self._place, Asked(num_tokens=num_tokens))
+
+    def add(self, piece: Piece) -> None:
+        if not self.is_over:
+            self._progress.write(self._place, Got(index=self._num_pieces, piece=piece))
+            self._num_pieces += 1
+
+    def spoil(self) -> None:
+        if not self.is_over:
+            self._progress.end(self._place)
