@@ -113,6 +113,8 @@ class StepSummary(Message):
     mismatch_max_abs: float
     importance_mean: float
     """Mean of exp(policy - behavior) over trained tokens."""
+    effective_sample_size: float = 1.0
+    """(sum w)^2 / (n sum w^2) of these weights: 1 where all are equal."""
     num_samples: int
     num_tokens: int
     """Tokens of the batch, prompts included."""
