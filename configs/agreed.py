@@ -1,4 +1,5 @@
-"""Settings that both daemons must hold alike: the arithmetic of one is checked by the other."""
+"""Fixed settings that both daemons must hold alike: the arithmetic of one is checked by the other. Live ones are the trainer's:
+the rollouter takes them from topic `settings`, whatever it was started with."""
 
 from __future__ import annotations
 
@@ -9,15 +10,7 @@ from configs.errors import ConfigError
 from configs.loader import dump
 from configs.schema import Settings
 
-AGREED_KEYS = (
-    "group_size",
-    "samples_per_step",
-    "num_steps",
-    "trigger_parameter_sync_step",
-    "max_staleness",
-    "on_failed_seat",
-    "min_survivors",
-)
+AGREED_KEYS = ("group_size", "num_steps")
 
 
 def agreed_values(settings: Settings) -> dict[str, Any]:

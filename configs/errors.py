@@ -1,6 +1,7 @@
 """Errors of the settings.
 
 ConfigError
+└── RevisionMoved    live settings were changed by someone else meanwhile
 """
 
 
@@ -9,3 +10,7 @@ class ConfigError(Exception):
 
     The message is one line: the key, what was got, what was expected. Command lines print it and exit with 2.
     """
+
+
+class RevisionMoved(ConfigError):
+    """Raised when a change names the revision that it expects, and settings are at another one by now."""

@@ -30,10 +30,19 @@ def set_up(settings: LoggingSettings, *, daemon: str, stream: TextIO | None = No
     lines = _Lines(out)
     structlog.configure(
         processors=[*shared, *renderers],
-        wrapper_class=structlog.make_filtering_bound_logger(logging.getLevelNamesMapping()[settings.level.upper()]),
+        wrapper_class=_filtering(settings.level),
         logger_factory=lambda *_: lines,
         cache_logger_on_first_use=False,
     )
+
+
+def set_level(level: str) -> None:
+    """From now on `level` is the least severe one that is logged; nothing else changes."""
+    structlog.configure(wrapper_class=_filtering(level))
+
+
+def _filtering(level: str) -> Any:
+    return structlog.make_filtering_bound_logger(logging.getLevelNamesMapping()[level.upper()])
 
 
 class _Lines:

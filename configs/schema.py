@@ -29,6 +29,7 @@ class Scope(StrEnum):
     NEXT_STEP = "next step"
     NEXT_SYNC = "next sync"
     NEXT_ROLLOUT = "next rollout"
+    AT_ONCE = "at once"
 
 
 def live(default: Any, scope: Scope, *, description: str, **bounds: Any) -> Any:
@@ -133,6 +134,21 @@ class EngineSettings(Section):
     max_num_seqs: int = Field(128, ge=1, description="Sequences that an engine decodes together.")
     kv_cache_bytes: int = Field(512 << 20, ge=1 << 20, description="Memory of the KV cache on CPU, in bytes.")
     gpu_memory_utilization: float = Field(0.9, gt=0, le=1, description="Share of a GPU's memory that an engine takes.")
+    max_requests: int | None = live(
+        None,
+        Scope.AT_ONCE,
+        ge=1,
+        le=1_000_000,
+        description="Requests that an engine is given at once at most; null: engine.max_num_seqs.",
+    )
+    adaptive_requests: bool = live(
+        False,
+        Scope.AT_ONCE,
+        description="Find each engine's number of requests from its queue and the use of its KV cache, up to max_requests.",
+    )
+    pressure_interval_s: float = live(
+        1.0, Scope.AT_ONCE, gt=0, le=3600, description="Seconds between two looks at an engine's queue and KV cache."
+    )
     start_timeout_s: float = Field(600.0, gt=0, description="Deadline for an engine to answer after it was started.")
     request_timeout_s: float = Field(300.0, gt=0, description="Deadline of one generation.")
     max_restarts: int = Field(3, ge=0, description="Times that an engine which died is started again.")
@@ -154,6 +170,35 @@ class EngineSettings(Section):
     )
 
 
+class AutoStalenessSettings(Section):
+    enabled: bool = live(
+        False,
+        Scope.AT_ONCE,
+        description="Let the trainer move staleness_threshold, by changes in the name of `auto`; staleness_threshold=auto is "
+        "short for it. A change of staleness_threshold by anybody else turns it off.",
+    )
+    target_waiting_share: float = live(
+        0.05,
+        Scope.AT_ONCE,
+        gt=0,
+        lt=1,
+        description="Share of its time that the trainer may wait for samples: above it "
+        "staleness_threshold is raised, below half of it lowered.",
+    )
+    min_effective_sample_size: float = live(
+        0.7,
+        Scope.AT_ONCE,
+        gt=0,
+        lt=1,
+        description="Floor of (sum w)^2 / (n sum w^2) of a step's importance weights: below it staleness_threshold is halved.",
+    )
+    min: float = live(0.0, Scope.AT_ONCE, ge=0, le=1e6, description="Lowest staleness_threshold that is set by itself.")
+    max: float = live(4.0, Scope.AT_ONCE, ge=0, le=1e6, description="Highest one.")
+    interval_steps: int = live(
+        8, Scope.AT_ONCE, ge=1, le=1_000_000, description="Steps that are looked at before each decision."
+    )
+
+
 class SamplingSettings(Section):
     temperature: float = live(1.0, Scope.NEXT_ROLLOUT, gt=0, le=10, description="Sampling temperature of training rollouts.")
     max_tokens: int = live(64, Scope.NEXT_ROLLOUT, ge=1, description="New tokens of one turn at most.")
@@ -162,14 +207,17 @@ class SamplingSettings(Section):
 
 class RollouterSettings(Section):
     agent_loop: str = Field("agent_loop.single_turn:SingleTurn", description="Agent loop: dotted path `module:Class`.")
-    max_concurrent_rollouts: int = live(256, Scope.NEXT_ADMISSION, ge=1, description="Rollouts in flight at most.")
+    max_concurrent_rollouts: int = live(
+        256, Scope.NEXT_ADMISSION, ge=1, le=1_000_000, description="Rollouts in flight at most."
+    )
     rollout_timeout_s: float = Field(300.0, gt=0, description="Deadline of one rollout, reward included.")
-    max_attempts: int = Field(3, ge=1, description="Times that a rollout is tried before it is dropped.")
+    max_attempts: int = live(3, Scope.AT_ONCE, ge=1, le=1000, description="Times that a rollout is tried before it is dropped.")
     max_consecutive_failures: int = Field(64, ge=1, description="Failed rollouts in a row after which the run stops.")
     group_timeout_s: float | None = live(
         None,
         Scope.NEXT_ADMISSION,
         gt=0,
+        le=1e9,
         description="Deadline of a group, from its admission: seats still open are then given up; null: none but "
         "rollout_timeout_s.",
     )
@@ -196,40 +244,48 @@ class RollouterSettings(Section):
 class TrainerSettings(Section):
     policy: Literal["fsdp"] = Field("fsdp", description="How the model is trained.")
     learning_rate: float = live(1e-5, Scope.NEXT_STEP, ge=0, le=1, description="Peak learning rate of AdamW.")
-    warmup_steps: int = Field(3, ge=0, description="Steps over which the learning rate rises linearly from 0.")
+    warmup_steps: int = live(
+        3, Scope.NEXT_STEP, ge=0, le=1_000_000_000, description="Steps over which the learning rate rises linearly from 0."
+    )
     weight_decay: float = Field(0.0, ge=0, description="AdamW's decoupled weight decay.")
     beta1: float = Field(0.9, ge=0, lt=1, description="AdamW's first moment decay.")
     beta2: float = Field(0.95, ge=0, lt=1, description="AdamW's second moment decay.")
-    max_grad_norm: float = Field(1.0, gt=0, description="Gradients are scaled down to this global norm.")
+    max_grad_norm: float = live(
+        1.0, Scope.NEXT_STEP, gt=0, le=1e9, description="Gradients are scaled down to this global norm."
+    )
     proximal: Literal["step", "behavior"] = Field(
         "step",
         description="What the clipped ratio is taken against: the weights at the start of the step, with a capped importance "
         "weight for the samples' age (decoupled form), or the weights that sampled the token (PPO).",
     )
     clip_low: float = live(0.2, Scope.NEXT_STEP, gt=0, lt=1, description="Ratio's lower clip: 1 - clip_low.")
-    clip_high: float = live(0.28, Scope.NEXT_STEP, gt=0, description="Ratio's upper clip: 1 + clip_high.")
+    clip_high: float = live(0.28, Scope.NEXT_STEP, gt=0, le=1e6, description="Ratio's upper clip: 1 + clip_high.")
     max_importance_weight: float = live(
-        2.0, Scope.NEXT_STEP, ge=1, description="Cap of the importance weight from behavior to proximal policy."
+        2.0, Scope.NEXT_STEP, ge=1, le=1e9, description="Cap of the importance weight from behavior to proximal policy."
     )
-    normalize_by_std: bool = Field(True, description="Divide a group's advantages by its standard deviation (GRPO).")
+    normalize_by_std: bool = live(
+        True, Scope.NEXT_STEP, description="Divide a group's advantages by its standard deviation (GRPO)."
+    )
     max_tokens_per_microbatch: int = Field(4096, ge=16, description="Tokens of one packed forward and backward pass.")
     num_threads: int | None = Field(None, ge=1, description="Threads of the trainer; null: its share of the cores.")
 
 
 class EvaluationSettings(Section):
     at_start: bool = Field(True, description="Measure the held-out accuracy of the first version.")
-    at_end: bool = Field(True, description="Measure the held-out accuracy of the last version.")
-    every_versions: int = Field(0, ge=0, description="Measure it each so many versions; 0: never in between.")
-    samples_per_task: int = Field(4, ge=1, description="Samples of each held-out task.")
+    at_end: bool = live(True, Scope.AT_ONCE, description="Measure the held-out accuracy of the last version.")
+    every_versions: int = live(
+        0, Scope.NEXT_SYNC, ge=0, le=1_000_000_000, description="Measure it each so many versions; 0: never in between."
+    )
+    samples_per_task: int = live(4, Scope.NEXT_SYNC, ge=1, le=10_000, description="Samples of each held-out task.")
     max_tasks: int = Field(64, ge=1, description="Held-out tasks at most.")
-    temperature: float = Field(1.0, ge=0, description="Sampling temperature of evaluation; 0 is greedy.")
-    timeout_s: float = Field(300.0, gt=0, description="Deadline of one evaluation.")
+    temperature: float = live(1.0, Scope.NEXT_SYNC, ge=0, le=10, description="Sampling temperature of evaluation; 0 is greedy.")
+    timeout_s: float = live(300.0, Scope.NEXT_SYNC, gt=0, le=1e9, description="Deadline of one evaluation.")
 
 
 class CheckpointSettings(Section):
-    every_steps: int = Field(0, ge=0, description="Save each so many steps; 0: never.")
-    at_end: bool = Field(False, description="Save after the last step.")
-    keep: int = Field(2, ge=1, description="Complete checkpoints kept.")
+    every_steps: int = live(0, Scope.NEXT_STEP, ge=0, le=1_000_000_000, description="Save each so many steps; 0: never.")
+    at_end: bool = live(False, Scope.AT_ONCE, description="Save after the last step.")
+    keep: int = live(2, Scope.NEXT_STEP, ge=1, le=1_000_000, description="Complete checkpoints kept.")
     resume: Literal["never", "auto", "must"] = Field(
         "never", description="Start from the newest complete checkpoint: never, if there is one, or else fail."
     )
@@ -243,7 +299,9 @@ class TrackingSettings(Section):
 
 
 class LoggingSettings(Section):
-    level: Literal["debug", "info", "warning", "error"] = Field("info", description="Least severe level that is logged.")
+    level: Literal["debug", "info", "warning", "error"] = live(
+        "info", Scope.AT_ONCE, description="Least severe level that is logged."
+    )
     format: Literal["auto", "console", "json"] = Field(
         "auto", description="`auto`: console on a terminal, JSON lines otherwise."
     )
@@ -259,7 +317,9 @@ class Settings(Section):
     group_size: int = Field(
         8, ge=2, description="Rollouts of one task; advantages are relative to siblings, so there are at least two."
     )
-    samples_per_step: int = Field(64, ge=1, description="Samples of one optimizer step; a multiple of group_size.")
+    samples_per_step: int = live(
+        64, Scope.NEXT_STEP, ge=1, description="Samples of one optimizer step; a multiple of group_size."
+    )
     staleness_threshold: float = live(
         0.5,
         Scope.NEXT_ADMISSION,
@@ -267,13 +327,22 @@ class Settings(Section):
         le=1e6,
         description="How far generation may run ahead, in sync periods: 0 is synchronous, 1 one period ahead.",
     )
-    trigger_parameter_sync_step: int = Field(1, ge=1, description="Optimizer steps between two published versions.")
-    max_staleness: int | None = Field(None, ge=0, description="Hard bound on a sample's age in versions; null: none.")
-    on_stale: Literal["drop", "retry", "downweight", "wait"] = Field(
+    trigger_parameter_sync_step: int = live(
+        1,
+        Scope.NEXT_SYNC,
+        ge=1,
+        description="Optimizer steps between two published versions; the last step is always published.",
+    )
+    max_staleness: int | None = live(
+        None, Scope.NEXT_STEP, ge=0, le=1_000_000_000, description="Hard bound on a sample's age in versions; null: none."
+    )
+    on_stale: Literal["drop", "retry", "downweight", "wait"] = live(
         "drop",
-        description="What happens to a group with a sample beyond max_staleness: drop it; drop it and issue its task again (up to "
-        "rollouter.max_requeues times); train it with its old tokens' loss scaled down (stale_weight_base); or wait: the step "
-        "before a version waits for rollouts that the version would make too old, and what is too old nevertheless is dropped.",
+        Scope.NEXT_STEP,
+        description="What happens to a group with a sample beyond max_staleness: drop it; drop it and issue its task again "
+        "(up to rollouter.max_requeues times); train it with its old tokens' loss scaled down (stale_weight_base); or wait: "
+        "the step before a version waits for rollouts that the version would make too old, and what is too old nevertheless "
+        "is dropped.",
     )
     stale_weight_base: float = live(
         0.5,
@@ -282,16 +351,21 @@ class Settings(Section):
         le=1,
         description="With on_stale=downweight a token's loss is multiplied by this for each version beyond max_staleness.",
     )
-    on_failed_seat: Literal["train_survivors", "drop", "refill"] = Field(
+    on_failed_seat: Literal["train_survivors", "drop", "refill"] = live(
         "train_survivors",
+        Scope.AT_ONCE,
         description="A group of which a rollout was given up: train the others if min_survivors are left, drop it, or fill the "
         "seat with a fresh rollout (up to rollouter.max_task_failures times, then as train_survivors).",
     )
-    min_survivors: int = Field(2, ge=2, description="Siblings that a group needs to be trained without the others.")
-    partial_rollout: Literal["keep", "recompute", "finish"] = Field(
+    min_survivors: int = live(
+        2, Scope.AT_ONCE, ge=2, description="Siblings that a group needs to be trained without the others."
+    )
+    partial_rollout: Literal["keep", "recompute", "finish"] = live(
         "keep",
+        Scope.NEXT_SYNC,
         description="Requests in flight at a sync: go on with their KV cache, go on with it recomputed, or finish first.",
     )
+    auto_staleness: AutoStalenessSettings = AutoStalenessSettings()
     model: ModelSettings = ModelSettings()
     data: DataSettings = DataSettings()
     bus: BusSettings = BusSettings()
@@ -331,10 +405,23 @@ class Settings(Section):
                 f"sampling.max_tokens={self.sampling.max_tokens} leaves no room for a prompt in "
                 f"engine.max_model_len={self.engine.max_model_len}"
             )
-        if self.num_steps % self.trigger_parameter_sync_step:
+        if self.trigger_parameter_sync_step > self.num_steps:
             problems.append(
-                f"num_steps={self.num_steps} is no multiple of trigger_parameter_sync_step={self.trigger_parameter_sync_step}: "
-                "the last steps would never be published"
+                f"trigger_parameter_sync_step={self.trigger_parameter_sync_step} is above num_steps={self.num_steps}: nothing "
+                "would be published before the end"
+            )
+        if self.auto_staleness.min > self.auto_staleness.max:
+            problems.append(
+                f"auto_staleness.min={self.auto_staleness.min} is above auto_staleness.max={self.auto_staleness.max}"
+            )
+        if (
+            self.engine.max_requests is not None
+            and self.engine.max_requests > self.engine.max_num_seqs
+            and not self.engine.urls
+        ):
+            problems.append(
+                f"engine.max_requests={self.engine.max_requests} is above engine.max_num_seqs={self.engine.max_num_seqs}: "
+                "those beyond would wait inside the engine"
             )
         if self.bus.heartbeat_timeout_s <= 2 * self.bus.heartbeat_interval_s:
             problems.append(

@@ -19,6 +19,7 @@ import structlog
 from configs.agreed import agreed_values
 from configs.command import remember
 from configs.live import LiveSettings
+from configs.logs import set_level
 from configs.paths import bus_address, held_alone, make_run_dir, sockets_of
 from configs.schema import Settings
 from configs.signals import ending_signals
@@ -36,13 +37,14 @@ from sample_bus.messages import (
 from sample_bus.open import open_hub
 from sample_bus.peers import LossReason
 from sample_bus.protocols import Hub
+from sample_bus.settings_log import SETTINGS_FILE, SettingsLog
 from trainer.books import Books
 from trainer.clock import ActivityClock
 from trainer.commits import Commits
 from trainer.errors import RunDirInUse, TrainerError
 from trainer.groups import GroupAssembler
 from trainer.intake import Intake
-from trainer.live_settings import LiveSettingsTopic
+from trainer.live_settings import LiveSettingsTopic, Moment, restore
 from trainer.model_source import check_source
 from trainer.process import TRAINING_THREAD
 from trainer.retained import Retained, retained_dir
@@ -83,6 +85,11 @@ async def run(settings: Settings) -> None:
         held.enter_context(sockets_of(settings))
         standing = standing_of(settings)
         journal = held.enter_context(contextlib.closing(JournalWriter(standing.journal_path)))
+        settings_log = held.enter_context(contextlib.closing(SettingsLog(standing.journal_path.with_name(SETTINGS_FILE))))
+        live = LiveSettings(settings)
+        restore(live, settings_log)
+        if live.settings.logging.level != settings.logging.level:
+            set_level(live.settings.logging.level)
         async with open_hub(
             settings.bus,
             address=address,
@@ -102,7 +109,7 @@ async def run(settings: Settings) -> None:
                 run_dir=str(settings.run_dir),
                 step=standing.step,
             )
-            daemon = TrainerDaemon(settings, hub, standing, journal, incarnation=incarnation, drain=drain)
+            daemon = TrainerDaemon(settings, live, settings_log, hub, standing, journal, incarnation=incarnation, drain=drain)
             await _until_over(daemon, stop)
 
 
@@ -128,6 +135,8 @@ class TrainerDaemon:
     def __init__(
         self,
         settings: Settings,
+        live: LiveSettings,
+        settings_log: SettingsLog,
         hub: Hub,
         standing: Standing,
         journal: JournalWriter,
@@ -141,20 +150,22 @@ class TrainerDaemon:
         self._journal = journal
         self._incarnation = incarnation
         self._drain = drain
-        self._live = LiveSettings(settings)
+        self._live = live
+        self._level = live.settings.logging.level
         self._clock = ActivityClock()
         self._retained = Retained(retained_dir(settings.run_dir, standing.run_id)) if settings.bus.retain else None
-        self._commits = Commits(hub, journal, at_once=settings.checkpoint.every_steps == 0)
+        self._commits = Commits(hub, journal, at_once=live.settings.checkpoint.every_steps == 0)
         self._intake = Intake(
             hub,
-            groups_per_step=settings.samples_per_step // settings.group_size,
-            max_staleness=settings.max_staleness,
+            groups_per_step=lambda: live.settings.samples_per_step // live.settings.group_size,
+            max_staleness=lambda: live.settings.max_staleness,
             incarnation=incarnation,
             assembler=GroupAssembler(on_failed_seat=settings.on_failed_seat, min_survivors=settings.min_survivors),
             journal=journal,
             books=Books(standing.counts),
             history=standing.history,
             retained=self._retained,
+            is_full=self._bus_is_full,
             on_change=self._touch,
             on_settled=self._commits.settled,
         )
@@ -170,7 +181,7 @@ class TrainerDaemon:
             rollouter=lambda: hub.rollouter,
         )
         self._rollouter_failed: asyncio.Future[str] = asyncio.get_running_loop().create_future()
-        self._live_settings = LiveSettingsTopic(hub, self._live)
+        self._live_settings = LiveSettingsTopic(hub, live, settings_log, moment=self._moment, on_change=self._take_change)
         hub.handle("run.failed", Failed, self._take_failure)
 
     async def run(self) -> None:
@@ -300,19 +311,39 @@ class TrainerDaemon:
 
     def _lacks(self) -> str:
         """What the next batch lacks, and whether there is room for it at all."""
-        bus, held = self._settings.bus, self._hub.consumer_statistics()
+        held = self._hub.consumer_statistics()
         text = self._intake.waiting_for()
-        if held.queued >= bus.max_queued_samples or held.queued_bytes >= bus.max_queued_bytes:
+        if self._bus_is_full():
             text += (
                 f"; the bus is full with {held.queued} records ({held.queued_bytes} bytes): if no group among them can become "
                 "whole, raise bus.max_queued_samples or bus.max_queued_bytes"
             )
         return text
 
+    def _bus_is_full(self) -> bool:
+        bus, held = self._settings.bus, self._hub.consumer_statistics()
+        return held.queued >= bus.max_queued_samples or held.queued_bytes >= bus.max_queued_bytes
+
     async def _take_failure(self, failure: Failed) -> Accepted:
         if not self._rollouter_failed.done():
             self._rollouter_failed.set_result(failure.message)
         return Accepted()
+
+    def _moment(self) -> Moment:
+        return Moment(
+            next_step=self._standing.step + self._intake.num_batches_bound + 1,
+            next_version=self._board.status.policy_version + 1,
+        )
+
+    def _take_change(self, settings: Settings) -> None:
+        """Live settings have changed: what does not read them at each decision is told."""
+        if settings.logging.level != self._level:
+            self._level = settings.logging.level
+            set_level(self._level)
+        if settings.checkpoint.every_steps:
+            self._commits.hold()
+        self._intake.take_change()
+        self._board.touch()
 
     def _touch(self) -> None:
         self._board.touch()

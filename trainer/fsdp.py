@@ -129,7 +129,7 @@ class FsdpPolicy:
             raise NonFiniteError(f"loss: got {sums.loss} over {sums.num_tokens} tokens, expected a finite number")
         return sums
 
-    def step(self, *, learning_rate: float) -> float:
+    def step(self, *, learning_rate: float, max_grad_norm: float | None = None) -> float:
         """See `Policy.step`."""
         gradients = self._gradients()
         squares = torch.nn.utils.get_total_norm(gradients).square()
@@ -139,7 +139,7 @@ class FsdpPolicy:
             raise NonFiniteError(
                 f"gradient norm: got {norm} after {self.optimizer_steps} optimizer steps, expected a finite number"
             )
-        divisor = max(1.0, norm / self._settings.max_grad_norm)
+        divisor = max(1.0, norm / (max_grad_norm or self._settings.max_grad_norm))
         self._optimizer.apply(gradients, learning_rate=learning_rate, divisor=divisor)
         self._clear()
         self._renew_copies()

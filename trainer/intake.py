@@ -20,6 +20,7 @@ from sample_bus.messages import Counts
 from sample_bus.position import BusPosition
 from sample_bus.protocols import Consumer, Gone, Lease, LeasedClosure
 from sample_bus.sample import SampleId
+from trainer.batch_size import BatchSize
 from trainer.books import Books
 from trainer.groups import Dropped, DropReason, Group, GroupAssembler, described, group_key, is_stale
 from trainer.history import History
@@ -45,18 +46,20 @@ class Intake:
         self,
         consumer: Consumer,
         *,
-        groups_per_step: int,
-        max_staleness: int | None,
+        groups_per_step: Callable[[], int],
+        max_staleness: Callable[[], int | None],
         incarnation: str,
         assembler: GroupAssembler,
         journal: Journal,
         books: Books | None = None,
         history: History | None = None,
         retained: Keeper | None = None,
+        is_full: Callable[[], bool] = lambda: False,
         on_change: Callable[[], None] = lambda: None,
         on_settled: Callable[[], None] = lambda: None,
     ) -> None:
-        """`on_change` is called when counts move, `on_settled` when records were settled."""
+        """`groups_per_step` and `max_staleness` are asked at each batch; `is_full` says whether the bus takes no more records.
+        `on_change` is called when counts move, `on_settled` when records were settled."""
         history = history or History()
         self._consumer = consumer
         self._groups_per_step = groups_per_step
@@ -68,6 +71,9 @@ class Intake:
         self._plan = ReplayPlan(history)
         self._known = dict(history.known)
         self._retained = retained
+        self._is_full = is_full
+        self._size = BatchSize(groups_per_step())
+        self._num_batches = 0
         self._on_change = on_change
         self._on_settled = on_settled
         self._ready: deque[Group] = deque()
@@ -78,6 +84,17 @@ class Intake:
         if self._plan.is_active:
             steps = [planned.step for planned in history.steps]
             log.info("steps are taken again as before", first=steps[0], last=steps[-1], drops=len(history.drops))
+
+    @property
+    def num_batches_bound(self) -> int:
+        """Batches handed out, and those that are to be handed out as an earlier process took them: later ones are open to
+        whatever is set until they are taken."""
+        return self._num_batches + self._plan.num_steps
+
+    def take_change(self) -> None:
+        """A setting that is asked for here is another one now."""
+        self._size.note(self._groups_per_step())
+        self._changed.set()
 
     async def run(self) -> None:
         """Take records from the bus until cancelled."""
@@ -97,6 +114,7 @@ class Intake:
         while True:
             batch = self._plan.next_batch() if self._plan.is_active else self._fresh_batch(policy_version())
             if batch is not None:
+                self._num_batches += 1
                 self._on_change()
                 return batch
             self._changed.clear()
@@ -139,7 +157,7 @@ class Intake:
         """What the next batch still lacks, in words."""
         if self._plan.is_active:
             return self._plan.awaits()
-        text = f"groups {len(self._ready)} of {self._groups_per_step}, records in open groups {self._assembler.num_waiting}"
+        text = f"groups {len(self._ready)} of {self._groups_per_step()}, records in open groups {self._assembler.num_waiting}"
         oldest = self._assembler.oldest_open()
         if oldest is not None:
             group_id, seats = oldest
@@ -148,9 +166,13 @@ class Intake:
 
     def _fresh_batch(self, policy_version: int) -> Batch | None:
         self._drop_stale(policy_version)
-        if len(self._ready) < self._groups_per_step:
+        wanted = self._groups_per_step()
+        size = self._size.choose(wanted, ready=len(self._ready), is_full=self._is_full())
+        if size is None:
             return None
-        return Batch(groups=tuple(self._ready.popleft() for _ in range(self._groups_per_step)))
+        if size < wanted:
+            log.warning("the bus is full: a smaller batch makes room for the size that was set", groups=size, of=wanted)
+        return Batch(groups=tuple(self._ready.popleft() for _ in range(size)))
 
     def _take(self, lease: Lease) -> None:
         if self._retained is not None:
@@ -180,6 +202,8 @@ class Intake:
             self._changed.set()
         else:
             self._seat(lease)
+        if self._size.is_raised(self._groups_per_step()):
+            self._changed.set()  # the bus may be full now
         self._on_change()
 
     def _seat(self, lease: Lease) -> None:
@@ -264,7 +288,9 @@ class Intake:
     def _drop_stale(self, policy_version: int) -> None:
         fresh: deque[Group] = deque()
         for group in self._ready:
-            if is_stale(group, policy_version=policy_version, incarnation=self._incarnation, max_staleness=self._max_staleness):
+            if is_stale(
+                group, policy_version=policy_version, incarnation=self._incarnation, max_staleness=self._max_staleness()
+            ):
                 self._drop(Dropped(reason=DropReason.STALE, records=group.records))
             else:
                 fresh.append(group)

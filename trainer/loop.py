@@ -19,14 +19,13 @@ import numpy as np
 import numpy.typing as npt
 import structlog
 
-from configs.keys import leaves
 from configs.live import LiveSettings, live_values, with_live
-from configs.schema import Scope, Settings, TrainerSettings
+from configs.schema import Settings, TrainerSettings
 from sample_bus.journal import Saved, StepBegan, StepTrained
 from sample_bus.journal_writer import JournalWriter
-from sample_bus.messages import StepSummary, TrainerState
+from sample_bus.messages import TrainerState
 from sample_bus.protocols import Consumer, Leased
-from sample_bus.sample import NO_VERSION, Sample
+from sample_bus.sample import Sample
 from trainer.advantages import group_advantages
 from trainer.checkpoint import DIRECTORY, Part, save_checkpoint
 from trainer.clock import Activity, ActivityClock
@@ -40,10 +39,15 @@ from trainer.policy import LossOptions, Policy, Proximal, StepReport
 from trainer.publisher import Publisher
 from trainer.run_state import RunState
 from trainer.status import StatusBoard
+from trainer.step_row import metrics_row, summary_of
 from trainer.tracking import Tracker
 from trainer.update import UpdateOptions, train_step
 
 log = structlog.get_logger()
+
+_STEP_SECTION = "trainer."
+_STEP_KEYS = frozenset({"max_staleness", "on_stale", "stale_weight_base"})
+"""Live settings that a step uses beside those of its section. How large a batch is, and when is saved, is no part of it."""
 
 
 class Flushed(Protocol):
@@ -105,13 +109,15 @@ class TrainingLoop:
         self._saved_step = saved_step
         self._drain = drain
         self.policy_version = policy_version
+        self._decided = (live.settings, live.revision)
+        """Settings and their revision when the intake decided on the newest batch: those of its step."""
         self._account = StepAccount(begun_step=first_step, sync_step=self._next_sync_step())
         self._board.set(**self._account.said())
 
     async def run(self) -> None:
         """Train until the last step or until asked to drain."""
-        settings = self._settings
-        while self._step < settings.num_steps and not self._drain.is_set():
+        num_steps = self._settings.num_steps
+        while self._step < num_steps and not self._drain.is_set():
             batch = await self._wait_for_batch()
             if batch is None:
                 break
@@ -120,17 +126,17 @@ class TrainingLoop:
                 self.policy_version += 1
                 self._account.publish(next_sync_step=self._next_sync_step())
                 await self.publish()
-                every = settings.evaluation.every_versions
-                if every and self.policy_version % every == 0 and self._step < settings.num_steps:
+                every = self._live.settings.evaluation.every_versions
+                if every and self.policy_version % every == 0 and self._step < num_steps:
                     await self._evaluations.ask(self.policy_version)
-            if settings.checkpoint.every_steps and self._step % settings.checkpoint.every_steps == 0:
+            every = self._live.settings.checkpoint.every_steps
+            if every and self._step % every == 0:
                 await self._try_to_save()
-        finished = self._step >= settings.num_steps
-        if settings.checkpoint.at_end:
+        if self._live.settings.checkpoint.at_end:
             self._commits.hold()
             if self._step != self._saved_step:
                 await self.save()
-        if finished and settings.evaluation.at_end:
+        if self._step >= num_steps and self._live.settings.evaluation.at_end:
             await self._evaluate_at_end()
 
     async def publish(self) -> None:
@@ -160,7 +166,7 @@ class TrainingLoop:
             counts=self._intake.settled_counts(),
         )
         root = self._settings.run_dir / DIRECTORY
-        keep = self._settings.checkpoint.keep
+        keep = self._live.settings.checkpoint.keep
         with self._clock.during(Activity.SAVING):
             path: Path = await self._in_thread(lambda: save_checkpoint(root, self._parts, state=state, keep=keep))
         self._saved_step = self._step
@@ -175,7 +181,7 @@ class TrainingLoop:
         try:
             await self.save()
         except CheckpointError as error:
-            every = self._settings.checkpoint.every_steps
+            every = self._live.settings.checkpoint.every_steps
             log.warning("checkpoint not saved, the run goes on", error=str(error), next_at_step=self._step + every)
 
     async def _flush(self, when: str) -> None:
@@ -191,7 +197,7 @@ class TrainingLoop:
     async def _wait_for_batch(self) -> Batch | None:
         self._board.enter(TrainerState.WAITING, f"samples of step {self._step + 1}")
         with self._clock.during(Activity.WAITING):
-            batch = asyncio.ensure_future(self._intake.next_batch(lambda: self.policy_version))
+            batch = asyncio.ensure_future(self._intake.next_batch(self._decide))
             drained = asyncio.ensure_future(self._drain.wait())
             try:
                 await asyncio.wait((batch, drained), return_when=asyncio.FIRST_COMPLETED)
@@ -200,9 +206,15 @@ class TrainingLoop:
                 batch.cancel()
                 drained.cancel()
 
+    def _decide(self) -> int:
+        """The intake decides on a batch in this moment: its step takes the settings of now, and is of the version of now."""
+        self._decided = (self._live.settings, self._live.revision)
+        return self.policy_version
+
     async def _train(self, batch: Batch) -> None:
         step = self._step + 1
-        settings = self._live.settings if batch.options is None else with_live(self._live.settings, batch.options)
+        in_force, _ = self._decided
+        settings = in_force if batch.options is None else with_live(in_force, batch.options)
         members = [leased for group in batch.groups for leased in group.members]
         self._account.begin(step, sum(len(group.records) for group in batch.groups))
         self._board.set(demand=self._account.said()["demand"])
@@ -240,52 +252,16 @@ class TrainingLoop:
         self._record(members, report, time.monotonic() - started, replayed=batch.replayed)
 
     def _record(self, members: Sequence[Leased], report: StepReport, seconds: float, *, replayed: bool) -> None:
-        staleness = np.array([self.policy_version - leased.sample.oldest_version for leased in members])
-        token_staleness = np.concatenate([self._token_staleness(leased) for leased in members])
-        rewards = np.array([leased.sample.reward for leased in members])
-        lengths = np.array([leased.sample.num_trained_tokens for leased in members])
-        revisions = np.array([leased.sample.settings_revision for leased in members])
-        summary = StepSummary(
-            step=self._step,
-            policy_version=self.policy_version,
-            reward_mean=float(rewards.mean()),
-            loss=report.loss,
-            grad_norm=report.grad_norm,
-            learning_rate=report.learning_rate,
-            staleness_mean=float(staleness.mean()),
-            staleness_max=int(staleness.max()),
-            mismatch_mean_abs=report.mismatch_mean_abs,
-            mismatch_max_abs=report.mismatch_max_abs,
-            importance_mean=report.importance_mean,
-            num_samples=report.num_samples,
-            num_tokens=report.num_tokens,
-            num_trained_tokens=report.num_trained_tokens,
-            step_time_s=seconds,
-            finished_at=time.time(),
+        samples = [leased.sample for leased in members]
+        summary = summary_of(
+            samples, report, step=self._step, policy_version=self.policy_version, seconds=seconds, now=time.time()
         )
         self._board.add_step(summary)
         counts = self._intake.counts()
+        _, revision = self._decided
         row: dict[str, Any] = {
-            **summary.model_dump(exclude={"step", "finished_at"}),
-            "reward_std": float(rewards.std()),
-            "staleness_min": int(staleness.min()),
-            "token_staleness_mean": float(token_staleness.mean()) if token_staleness.size else 0.0,
-            "response_tokens_mean": float(lengths.mean()),
-            "response_tokens_max": int(lengths.max()),
-            "importance_max": report.importance_max,
-            "importance_capped_fraction": report.importance_capped_fraction,
-            "kl_behavior_policy": report.kl_behavior_policy,
-            "entropy": report.entropy,
-            "clip_fraction": report.clip_fraction,
-            "num_computed_tokens": report.num_computed_tokens,
-            "num_microbatches": report.num_microbatches,
-            "skipped": int(report.skipped),
-            "forward_backward_s": report.forward_backward_s,
-            "optimizer_s": report.optimizer_s,
-            "settings_revision": self._live.revision,
-            "admitted_revision_min": int(revisions.min()),
-            "admitted_revision_max": int(revisions.max()),
-            "staleness_max_of_newest_revision": int(staleness[revisions == revisions.max()].max()),
+            **metrics_row(samples, summary, report),
+            "settings_revision": revision,
             "replayed": int(replayed),
             "samples_queued": counts.queued,
             "samples_trained": counts.trained,
@@ -309,11 +285,6 @@ class TrainingLoop:
             **({"replayed": True} if replayed else {}),
         )
 
-    def _token_staleness(self, leased: Leased) -> npt.NDArray[np.int32]:
-        versions = leased.sample.token_versions()
-        sampled: npt.NDArray[np.int32] = versions[versions != NO_VERSION]
-        return np.int32(self.policy_version) - sampled
-
     def _next_sync_step(self) -> int:
         settings = self._live.settings
         return next_sync_step(
@@ -326,7 +297,7 @@ class TrainingLoop:
         self._board.enter(TrainerState.EVALUATING, f"policy version {self.policy_version}")
         await self._publisher.wait_committed(self.policy_version, timeout_s=self._settings.weight_sync.round_timeout_s)
         request_id = await self._evaluations.ask(self.policy_version)
-        await self._evaluations.wait(request_id, timeout_s=self._settings.evaluation.timeout_s)
+        await self._evaluations.wait(request_id, timeout_s=self._live.settings.evaluation.timeout_s)
 
     async def _in_thread(self, function: Any) -> Any:
         return await asyncio.get_running_loop().run_in_executor(self._executor, function)
@@ -342,9 +313,8 @@ def advantages_of(samples: Sequence[Sample], trainer: TrainerSettings) -> npt.ND
 
 
 def step_options(settings: Settings) -> dict[str, Any]:
-    """Every live setting that a step uses, by dotted key: what the journal keeps for it."""
-    values = live_values(settings)
-    return {key: value for key, value in values.items() if leaves()[key].scope == Scope.NEXT_STEP}
+    """Every live setting that a step uses once it has its batch, by dotted key: what the journal keeps for it."""
+    return {key: value for key, value in live_values(settings).items() if key in _STEP_KEYS or key.startswith(_STEP_SECTION)}
 
 
 def options_of(trainer: TrainerSettings) -> UpdateOptions:
@@ -352,6 +322,7 @@ def options_of(trainer: TrainerSettings) -> UpdateOptions:
     return UpdateOptions(
         learning_rate=trainer.learning_rate,
         warmup_steps=trainer.warmup_steps,
+        max_grad_norm=trainer.max_grad_norm,
         loss=LossOptions(
             clip_low=trainer.clip_low,
             clip_high=trainer.clip_high,

@@ -130,8 +130,10 @@ class Policy(Protocol):
         """
         ...
 
-    def step(self, *, learning_rate: float) -> float:
-        """Apply the accumulated gradient, clipped to the configured norm, and clear it. Returns the norm before clipping.
+    def step(self, *, learning_rate: float, max_grad_norm: float | None = None) -> float:
+        """Apply the accumulated gradient, clipped to `max_grad_norm` (None: the configured one), and clear it.
+
+        Returns the norm before clipping.
 
         Raises NonFiniteError, with weights unchanged, when the norm is not finite.
         """

@@ -26,6 +26,8 @@ class UpdateOptions:
     """Peak rate; the warm-up scales it."""
     warmup_steps: int
     loss: LossOptions
+    max_grad_norm: float | None = None
+    """None: the one that the policy was made with."""
 
 
 def train_step(
@@ -59,7 +61,7 @@ def train_step(
     learning_rate = grad_norm = 0.0
     if has_signal:
         learning_rate = options.learning_rate * warm_up(policy.optimizer_steps, options.warmup_steps)
-        grad_norm = policy.step(learning_rate=learning_rate)
+        grad_norm = policy.step(learning_rate=learning_rate, max_grad_norm=options.max_grad_norm)
     finished = time.perf_counter()
     return StepReport(
         optimizer_steps=policy.optimizer_steps,

@@ -34,7 +34,7 @@ def test_setting_the_same_value_moves_nothing() -> None:
     ("values", "words"),
     [
         ({"stalenes_threshold": 1}, "nearest valid: staleness_threshold"),
-        ({"stale": 1}, "nearest valid: staleness_threshold"),
+        ({"stale": 1}, "nearest valid: on_stale"),
         ({"seed": 1}, "seed is fixed for the run"),
         ({"staleness_threshold": math.nan}, "finite"),
         ({"staleness_threshold": math.inf}, "finite"),

@@ -81,7 +81,7 @@ def test_bad_value_is_refused_naming_key_and_expectation(override: str, words: s
 def test_contradictions_are_reported_together_with_numbers_and_nearest_values() -> None:
     """B120: every rule broken is told at once, with its numbers."""
     message = _refusal(
-        None, "group_size=5", "bus.max_queued_samples=8", "sampling.max_tokens=4096", "trigger_parameter_sync_step=3"
+        None, "group_size=5", "bus.max_queued_samples=8", "sampling.max_tokens=4096", "trigger_parameter_sync_step=300"
     )
     lines = message.splitlines()
     assert len(lines) == 4

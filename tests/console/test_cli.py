@@ -81,7 +81,7 @@ def test_up_refuses_wrong_settings_before_anything_starts(
     monkeypatch.chdir(tmp_path)
     assert main(["up", "stalenes_threshold=1", "run_dir=runs/x"]) == 2
     assert "nearest valid: staleness_threshold" in capsys.readouterr().err
-    assert main(["up", "samples_per_step=60", "num_steps=7", "trigger_parameter_sync_step=2"]) == 2
+    assert main(["up", "samples_per_step=60", "num_steps=7", "trigger_parameter_sync_step=8"]) == 2
     assert len(capsys.readouterr().err.splitlines()) == 2
     assert list(tmp_path.iterdir()) == []
 

@@ -66,8 +66,8 @@ async def test_memory_is_flat_over_twenty_thousand_long_samples(tmp_path: Path) 
         try:
             intake = Intake(
                 hub,
-                groups_per_step=SAMPLES_PER_STEP // GROUP_SIZE,
-                max_staleness=None,
+                groups_per_step=lambda: SAMPLES_PER_STEP // GROUP_SIZE,
+                max_staleness=lambda: None,
                 incarnation="first",
                 assembler=GroupAssembler(),
                 journal=JournalWriter(tmp_path / "trainer.log"),

@@ -113,8 +113,8 @@ async def trainer(
     consumer = FakeConsumer(streams, saved.position)
     intake = Intake(
         consumer,
-        groups_per_step=groups_per_step,
-        max_staleness=max_staleness,
+        groups_per_step=lambda: groups_per_step,
+        max_staleness=lambda: max_staleness,
         incarnation=incarnation,
         assembler=GroupAssembler(**options),
         journal=journal,

@@ -58,8 +58,8 @@ class Trainer:
         self._commits = Commits(hub, journal, at_once=False)
         self._intake = Intake(
             hub,
-            groups_per_step=settings.samples_per_step // settings.group_size,
-            max_staleness=None,
+            groups_per_step=lambda: settings.samples_per_step // settings.group_size,
+            max_staleness=lambda: None,
             incarnation=incarnation,
             assembler=GroupAssembler(on_failed_seat=settings.on_failed_seat, min_survivors=settings.min_survivors),
             journal=journal,
