@@ -79,20 +79,6 @@ class LinkCommands:
     async def num_offered(self) -> Answer:
         return {"number": sum(offer.done() for offer in self._offers)}
 
-    async def stored(self, number: int) -> Answer:
-        """The first so many records that are kept."""
-        kept: list[Any] = []
-        async for sample_id, record in self._link.stored():
-            kept.append([list(sample_id), record.task_id])
-            if len(kept) == number:
-                break
-        return {"kept": kept}
-
-    async def wait_committed(self, number: int) -> Answer:
-        while self._link.producer_statistics().committed < number:  # noqa: ASYNC110 - nothing tells of it
-            await asyncio.sleep(0.01)
-        return {}
-
     async def limit_files(self, num_bytes: int) -> Answer:
         """No file of this process may grow beyond so many bytes (negative: no limit)."""
         _soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)

@@ -7,6 +7,8 @@ import random
 from collections.abc import Sequence
 from typing import Any
 
+import pytest
+
 from sample_bus.position import BusPosition, StreamPosition
 from sample_bus.protocols import Hub, Lease, Link
 from sample_bus.sample import SampleId
@@ -163,6 +165,7 @@ async def test_both_ends_die_at_once_and_nothing_is_lost_or_taken_twice(place: P
         assert (await offer_all(link, [9]))[0].seq == 9
 
 
+@pytest.mark.slow
 async def test_many_restarts_of_both_ends_take_every_record_once_in_order(place: Place) -> None:
     """Each process settles what it can, stores its position and is killed; the next one goes on."""
     taken: list[str] = []
