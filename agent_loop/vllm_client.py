@@ -108,11 +108,17 @@ class VllmClient:
         return True
 
     async def pause(self, mode: PauseMode, *, clear_cache: bool, timeout_s: float | None = None) -> None:
-        """Stop scheduling at a token boundary: `keep` freezes requests, `wait` lets them finish first."""
+        """Stop scheduling at a token boundary: `keep` freezes requests, `wait` lets them finish first, `abort` ends them with
+        what they have. Requests that come meanwhile wait."""
         await self._control(f"/pause?mode={quote(mode)}&clear_cache={str(clear_cache).lower()}", timeout_s=timeout_s)
 
     async def resume(self, *, timeout_s: float | None = None) -> None:
         await self._control("/resume", timeout_s=timeout_s)
+
+    async def reset_prefix_cache(self) -> bool:
+        """Forget what was computed for earlier requests; False while blocks are in use. Requests that wait are kept."""
+        answer = orjson.loads(await self._control("/reset_prefix_cache?reset_running_requests=true"))
+        return answer.get("success") is True
 
     async def is_paused(self) -> bool:
         return bool(orjson.loads(await self._control("/is_paused", method="GET"))["is_paused"])

@@ -40,6 +40,7 @@ from sample_bus.messages import (
     LiveSettingsState,
     RollouterState,
     RoundResult,
+    TaskRetries,
     TrainerStatus,
 )
 from sample_bus.open import open_link
@@ -53,15 +54,24 @@ _LOCK_FILE = "rollouter.lock"
 
 
 class OpenFleet(Protocol):
-    """Makes the engines of a run; nothing starts yet."""
+    """Makes the engines of a run; nothing starts yet. `live` gives the settings in force, for what may change while it runs."""
 
     def __call__(
-        self, settings: Settings, *, on_change: Callable[[], None], on_round_result: Callable[[RoundResult], None]
+        self,
+        settings: Settings,
+        *,
+        live: Callable[[], Settings],
+        on_change: Callable[[], None],
+        on_round_result: Callable[[RoundResult], None],
     ) -> EngineFleet: ...
 
 
 def open_pool(
-    settings: Settings, *, on_change: Callable[[], None], on_round_result: Callable[[RoundResult], None]
+    settings: Settings,
+    *,
+    live: Callable[[], Settings],
+    on_change: Callable[[], None],
+    on_round_result: Callable[[RoundResult], None],
 ) -> EngineFleet:
     """The real engines: vLLM servers."""
     return EnginePool(
@@ -69,7 +79,7 @@ def open_pool(
         settings.weight_sync,
         socket_dir=socket_dir(settings),
         log_dir=settings.run_dir / "logs",
-        partial_rollout=settings.partial_rollout,
+        partial_rollout=lambda: live().partial_rollout,
         on_change=on_change,
         on_round_result=on_round_result,
     )
@@ -145,7 +155,7 @@ class RollouterDaemon:
         self._pipeline: Pipeline | None = None
         self._link: Link | None = None
         self._ended_by = ""
-        self._fleet = open_fleet(settings, on_change=self._touch, on_round_result=self._catch_up)
+        self._fleet = open_fleet(settings, live=self._settings_in_force, on_change=self._touch, on_round_result=self._catch_up)
 
     @property
     def run_in_hand(self) -> RunInHand | None:
@@ -182,6 +192,7 @@ class RollouterDaemon:
                         pipeline.board.run(),
                         self._watch_settings(link, pipeline),
                         self._watch_trainer(link, pipeline),
+                        self._watch_retries(link, pipeline),
                         self._watch_resumptions(link, pipeline),
                         self._watch_loss(link),
                         self._say_what_is_awaited(pipeline),
@@ -244,6 +255,10 @@ class RollouterDaemon:
     async def _watch_trainer(self, link: Link, pipeline: Pipeline) -> None:
         async for status in link.watch("trainer", TrainerStatus):
             pipeline.take_trainer(status)
+
+    async def _watch_retries(self, link: Link, pipeline: Pipeline) -> None:
+        async for retries in link.watch("retries", TaskRetries):
+            pipeline.take_retries(retries)
 
     async def _watch_resumptions(self, link: Link, pipeline: Pipeline) -> None:
         async for _ in link.resumptions():
@@ -317,6 +332,9 @@ class RollouterDaemon:
                 await self._fleet.close()
         except TimeoutError:
             log.error("engines did not stop", deadline_s=_CLOSE_TIMEOUT_S)
+
+    def _settings_in_force(self) -> Settings:
+        return self._settings if self._pipeline is None else self._pipeline.settings
 
     # ── from the engines ─────────────────────────────────────────────────────────────────────────────────────────────
 

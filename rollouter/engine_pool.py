@@ -23,9 +23,11 @@ from configs.gpu import gpu_shares, visible_gpus
 from configs.schema import EngineSettings, WeightSyncSettings
 from rollouter.engine_command import engine_shares
 from rollouter.engine_errors import EnginesLost, EngineStartError
-from rollouter.engine_member import EngineState, Held, Member, PartialRollout, WaitStaged, bring
+from rollouter.engine_member import EngineState, Held, Member, PartialRollout, WaitStaged
+from rollouter.engine_round import bring
 from rollouter.engine_seats import Seats
 from rollouter.engines import EngineServer
+from rollouter.provenance import with_provenance
 from rollouter.ray_server import RayDriver, RayServer
 from rollouter.vllm_server import VllmServer
 from sample_bus.messages import EngineStatus, RoundResult, WeightRound
@@ -52,15 +54,15 @@ class EnginePool:
         *,
         socket_dir: Path,
         log_dir: Path,
-        partial_rollout: PartialRollout,
+        partial_rollout: Callable[[], PartialRollout],
         on_change: Callable[[], None] = lambda: None,
         on_round_result: Callable[[RoundResult], None] = lambda result: None,
     ) -> None:
         """`on_change` is called on the event loop after any change of `statuses()`; `on_round_result` with the outcome when an
-        engine catches up by itself (the outcomes of `sync` are returned by it)."""
+        engine catches up by itself (the outcomes of `sync` are returned by it). `partial_rollout` is asked at each pause."""
         self._settings = engine
         self._weight_sync = weight_sync
-        self._mode: PartialRollout = partial_rollout
+        self._partial_rollout = partial_rollout
         self._on_change = on_change
         self._on_round_result = on_round_result
         self._ray: RayDriver | None = None
@@ -293,7 +295,15 @@ class EnginePool:
                 self._seats.held = member.held
             self._touch()
 
-        return await bring(member, announced, wait_staged, mode=self._mode, settings=self._weight_sync, on_change=changed)
+        return await bring(
+            member,
+            announced,
+            wait_staged,
+            mode=self._partial_rollout,
+            settings=self._weight_sync,
+            drain_timeout_s=self._settings.request_timeout_s,
+            on_change=changed,
+        )
 
     # ── generation ───────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -311,11 +321,10 @@ class EnginePool:
     async def _generate_once(self, prompt_ids: npt.NDArray[np.int32], sampling: SamplingParams, request_id: str) -> Generation:
         member = await self._seats.take()
         num_doubts = member.num_doubts
-        assert member.held is not None, f"{member.name} serves without weights"
+        asked = member.held
+        assert asked is not None, f"{member.name} serves without weights"
         try:
-            generation = await member.client.generate(
-                prompt_ids, sampling, request_id=request_id, cache_salt=member.held.cache_salt
-            )
+            generation = await member.client.generate(prompt_ids, sampling, request_id=request_id, cache_salt=asked.cache_salt)
         except EngineUnavailable:
             member.suspect()
             self._touch()
@@ -327,7 +336,7 @@ class EnginePool:
         if (generation.versions == NO_VERSION).any():
             raise BadGeneration(f"request {request_id}: {member.name} sampled with weights that no round brought")
         self._generated_tokens += int(generation.token_ids.size)
-        return generation
+        return with_provenance(generation, asked=asked, held=member.held or asked, fresh=member.fresh)
 
     # ── what is seen from outside ────────────────────────────────────────────────────────────────────────────────────
 

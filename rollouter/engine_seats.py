@@ -44,7 +44,7 @@ class Seats:
         if not self._waiting:
             member = least_loaded(self._members, self.held)
             if member is not None:
-                member.in_flight += 1
+                member.enter()
                 return member
         future: asyncio.Future[Member] = asyncio.get_running_loop().create_future()
         self._waiting.append(future)
@@ -58,7 +58,7 @@ class Seats:
             raise
 
     def give_back(self, member: Member) -> None:
-        member.in_flight -= 1
+        member.leave()
         self.refresh()
 
     def refresh(self) -> None:
@@ -70,7 +70,7 @@ class Seats:
             member = least_loaded(self._members, self.held)
             if member is None:
                 return
-            member.in_flight += 1
+            member.enter()
             self._waiting.popleft().set_result(member)
 
     def fail(self, error: Exception) -> None:

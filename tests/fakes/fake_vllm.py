@@ -1,7 +1,8 @@
 """A server that speaks vLLM's routes over a Unix socket without a model: for faults that a real one does not show on demand.
 
-Its weights are a version; each sampled token bears the label in force when it was sampled. Like vLLM, it freezes requests while
-paused, refuses an update that was not started or not staged, and drops a request whose connection closes. `violations` lists
+Its weights are a version, and so is what its prefix cache holds for a cache salt: the label under which it was computed. Each
+sampled token bears the label in force when it was sampled. Like vLLM, it freezes or ends requests while paused, refuses an
+update that was not started or not staged, and drops a request whose connection closes. `violations` lists
 what must never happen: a token while weights are replaced, a request that arrives meanwhile, an abort while paused.
 """
 
@@ -42,6 +43,12 @@ class FakeVllm:
     bodies: list[Any] = field(default_factory=list)
     """Generate requests."""
     violations: list[str] = field(default_factory=list)
+    stale_reads: list[str] = field(default_factory=list)
+    """Requests that began on what other weights had computed."""
+    fails_resets: int = 0
+    """So many next resets of the prefix cache fail: blocks are in use."""
+    cached: dict[str, str] = field(default_factory=dict)
+    """Cache salt to the label of the weights that computed what is cached for it."""
     label: str = "default"
     loaded: int | None = None
     staged: int | None = None
@@ -86,6 +93,7 @@ class FakeVllm:
         """What a restart does to an engine: the weights it was started with, nothing staged, nothing paused."""
         self.label, self.loaded, self.staged = "default", None, None
         self.paused = self.updating = False
+        self.cached.clear()
         self._unpaused.set()
 
     def fail(self, path: str, *faults: Fault) -> None:
@@ -118,6 +126,8 @@ class FakeVllm:
                 self.paused = False
                 self._unpaused.set()
                 return web.json_response({"status": "resumed"})
+            case "/reset_prefix_cache":
+                return web.json_response({"success": self._reset_cache()})
             case "/is_paused":
                 return web.json_response({"is_paused": self.paused})
             case "/weight_info":
@@ -156,12 +166,15 @@ class FakeVllm:
         with self._counted(name) as aborted:
             while len(tokens) < parameters["max_tokens"] and end == "length":
                 await asyncio.sleep(self.token_s)
-                await self._unpaused.wait()
+                if not aborted.is_set():
+                    await self._unpaused.wait()
                 if aborted.is_set():
                     end = "abort"
                     break
                 if self.updating:
                     self.violations.append("a token was sampled while weights were being replaced")
+                if not tokens:
+                    self._read_cache(body)
                 token = (sum(body["token_ids"]) + len(tokens)) % 97 + 3
                 tokens.append(token)
                 labels.append(self.label)
@@ -207,8 +220,24 @@ class FakeVllm:
     async def _pause(self, mode: str) -> None:
         if mode == "wait":
             await self.until(lambda: self.active == 0)
+        ended = list(self._running.values()) if mode == "abort" else []
+        for aborted in ended:
+            aborted.set()
         self.paused = True
         self._unpaused.clear()
+        await self.until(lambda: not any(running in ended for running in self._running.values()))
+
+    def _read_cache(self, body: dict[str, Any]) -> None:
+        """A request begins: on what is cached for its salt, or it computes that."""
+        if self.cached.setdefault(body.get("cache_salt", ""), self.label) != self.label:
+            self.stale_reads.append(body["request_id"])
+
+    def _reset_cache(self) -> bool:
+        if self.fails_resets:
+            self.fails_resets -= 1
+            return False
+        self.cached.clear()
+        return True
 
     def _abort(self, names: list[str]) -> web.Response:
         if self.paused:

@@ -163,7 +163,7 @@ async def asynchronous(settings: Settings) -> Outcome:
     rollouter = RollouterDaemon(
         settings,
         UserCode.load(settings),
-        open_fleet=lambda settings, *, on_change, on_round_result: SamplingEngine(),
+        open_fleet=lambda settings, *, live, on_change, on_round_result: SamplingEngine(),
         codec_of=lambda model_dir: load_codec(model_dir, trust_remote_code=False),
         drain=asyncio.Event(),
     )

@@ -24,7 +24,11 @@ from tests.fakes.fake_engine import Call, FakeEngine, FakeTokenizer
 
 
 def open_fake(
-    settings: Settings, *, on_change: Callable[[], None], on_round_result: Callable[[RoundResult], None]
+    settings: Settings,
+    *,
+    live: Callable[[], Settings],
+    on_change: Callable[[], None],
+    on_round_result: Callable[[RoundResult], None],
 ) -> EngineFleet:
     delay_s = float(os.environ.get("FAKE_ENGINE_DELAY_S", "0"))
 

@@ -291,7 +291,7 @@ class Running:
         self.engine = engine
         self.drain = asyncio.Event()
 
-        def open_fleet(settings: Settings, *, on_change: Any, on_round_result: Any) -> EngineFleet:
+        def open_fleet(settings: Settings, *, live: Any, on_change: Any, on_round_result: Any) -> EngineFleet:
             engine.on_round_result = on_round_result
             return engine
 

@@ -248,7 +248,7 @@ async def test_full_disk_is_named_in_the_state_and_the_run_goes_on_when_there_is
 async def test_two_rollouters_in_one_run_directory_are_refused(tmp_path: Path) -> None:
     settings = make_settings(tmp_path)
 
-    def open_fake(settings: Settings, *, on_change: Any, on_round_result: Any) -> FakeEngine:
+    def open_fake(settings: Settings, *, live: Any, on_change: Any, on_round_result: Any) -> FakeEngine:
         return FakeEngine()
 
     async with AsyncExitStack() as stack:

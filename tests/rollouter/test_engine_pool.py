@@ -64,7 +64,8 @@ async def opened(
             urls=tuple(server.address for server in servers), **{"max_num_seqs": 64, "start_timeout_s": 30.0, **changes}
         )
         pool = EnginePool(
-            settings, WeightSyncSettings(round_timeout_s=5.0), socket_dir=tmp_path, log_dir=tmp_path, partial_rollout=mode,
+            settings, WeightSyncSettings(round_timeout_s=5.0), socket_dir=tmp_path, log_dir=tmp_path,
+            partial_rollout=lambda: mode,
             on_round_result=results.append,
         )  # fmt: skip
         stack.push_async_callback(pool.close)
@@ -270,7 +271,7 @@ async def test_an_engine_that_died_inside_is_noticed_without_a_request(tmp_path:
     async with opened(tmp_path) as s:
         await s.sync(0)
         s.servers[0].fail("/health", "503")
-        await eventually(lambda: s.states() == ["starting"])
+        await eventually(lambda: s.pool._members[0].restarts == 1)
         await eventually(lambda: s.states() == ["serving"])
         assert s.pool.statuses()[0].policy_version == 0
 

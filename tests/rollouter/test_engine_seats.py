@@ -47,7 +47,7 @@ async def test_an_engine_with_other_weights_gets_nothing(held: Held | None) -> N
 
 async def test_the_least_loaded_engine_gets_the_request() -> None:
     busy, idle = member("engine-0"), member("engine-1")
-    busy.in_flight = 1
+    busy.enter()
     assert least_loaded([busy, idle], V1) is idle
 
 

@@ -151,7 +151,9 @@ POOL = """
     async def main():
         directory = Path(sys.argv[1])
         settings = EngineSettings(placement="ray", max_model_len=64, kv_cache_bytes=64 << 20)
-        pool = EnginePool(settings, WeightSyncSettings(), socket_dir=directory, log_dir=directory, partial_rollout="keep")
+        pool = EnginePool(
+            settings, WeightSyncSettings(), socket_dir=directory, log_dir=directory, partial_rollout=lambda: "keep"
+        )
         await pool.launch()
         print(json.dumps([pool._ray.pid, pool._members[0].server.pid]), flush=True)
         await asyncio.sleep(600)

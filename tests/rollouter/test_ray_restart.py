@@ -26,7 +26,7 @@ async def test_an_engine_is_placed_again_when_its_actor_or_all_of_ray_dies(tmp_p
     """B26 under Ray: kill -9 of the actor, later of Ray's driver; the requests that come then are answered."""
     model = make_tiny_model(tmp_path / "m", TinyModel.TIED, seed=0)
     settings = EngineSettings(max_model_len=256, kv_cache_bytes=64 << 20, max_restarts=2, placement="ray")
-    pool = EnginePool(settings, WeightSyncSettings(), socket_dir=sockets, log_dir=tmp_path, partial_rollout="keep")
+    pool = EnginePool(settings, WeightSyncSettings(), socket_dir=sockets, log_dir=tmp_path, partial_rollout=lambda: "keep")
     sampling = SamplingParams(temperature=1.0, max_tokens=20, stop_token_ids=())
     server, driver = pool._members[0].server, pool._ray
     assert server is not None

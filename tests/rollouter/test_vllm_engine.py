@@ -39,11 +39,12 @@ class Served:
     pool: EnginePool
     rounds: WeightRounds
     models: tuple[Path, Path]
+    mode: PartialRollout = "keep"
     version: int = -1
 
     async def sync(self, *, mode: PartialRollout = "keep") -> RoundResult:
         self.version += 1
-        self.pool._mode = mode
+        self.mode = mode
         tensors = checkpoint_tensors(self.models[self.version % 2])
         (result,) = await self.pool.sync(self.rounds.publish(tensors, self.version), self.rounds.wait_staged)
         assert result.committed, result.message
@@ -75,12 +76,16 @@ async def served(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Serv
     directory = tmp_path_factory.mktemp("e")
     models = tuple(make_tiny_model(directory / f"m{seed}", TinyModel.TIED, seed=seed) for seed in (0, 1))
     settings = EngineSettings(max_model_len=MAX_MODEL_LEN, kv_cache_bytes=64 << 20)
-    pool = EnginePool(settings, WeightSyncSettings(), socket_dir=directory, log_dir=directory, partial_rollout="keep")
+    made: list[Served] = []
+    pool = EnginePool(
+        settings, WeightSyncSettings(), socket_dir=directory, log_dir=directory, partial_rollout=lambda: made[0].mode
+    )
     try:
         await pool.start(str(models[0]), "float32")
         supervision = asyncio.create_task(pool.supervise())
         with WeightRounds(directory) as rounds:
-            yield Served(pool=pool, rounds=rounds, models=(models[0], models[1]))
+            made.append(Served(pool=pool, rounds=rounds, models=(models[0], models[1])))
+            yield made[0]
         supervision.cancel()
     finally:
         await pool.close()
@@ -125,6 +130,7 @@ async def test_keep_goes_on_with_the_old_cache_and_says_where_the_versions_chang
     got = await in_flight(served, prompt, mode="keep")
     boundary, old, new = int(got.version_starts[1]), int(got.versions[0]), int(got.versions[1])
     assert new == old + 1
+    assert got.kept_cache.tolist() == [0, 1]
     before = served.expected(prompt, got, version=old)
     after = served.expected(prompt, got, version=new)
     assert np.abs(got.logprobs - before)[:boundary].max() < CLOSE
@@ -132,20 +138,11 @@ async def test_keep_goes_on_with_the_old_cache_and_says_where_the_versions_chang
     assert np.abs(got.logprobs - after)[boundary:].max() > 0.1
 
 
-async def test_recompute_goes_on_as_if_the_new_weights_had_read_everything(served: Served) -> None:
-    await served.sync()
-    prompt = prompt_of(24, seed=3)
-    got = await in_flight(served, prompt, mode="recompute")
-    boundary = int(got.version_starts[1])
-    assert np.abs(got.logprobs - served.expected(prompt, got, version=int(got.versions[0])))[:boundary].max() < CLOSE
-    assert np.abs(got.logprobs - served.expected(prompt, got, version=int(got.versions[1])))[boundary:].max() < CLOSE
-
-
 async def test_finish_leaves_no_request_with_two_versions(served: Served) -> None:
     await served.sync()
     prompt = prompt_of(24, seed=4)
     got = await in_flight(served, prompt, mode="finish")
-    assert got.versions.tolist() == [served.version - 1]
+    assert (got.versions.tolist(), got.kept_cache.tolist()) == ([served.version - 1], [0])
     assert np.abs(got.logprobs - served.expected(prompt, got, version=served.version - 1)).max() < CLOSE
 
 

@@ -27,7 +27,7 @@ async def test_a_killed_engine_is_replaced_catches_up_and_makes_its_requests_aga
     """B26: kill -9 in the middle of 8 generations; a second death is one too many here."""
     model = make_tiny_model(tmp_path / "m", TinyModel.TIED, seed=0)
     settings = EngineSettings(max_model_len=256, kv_cache_bytes=64 << 20, max_restarts=1)
-    pool = EnginePool(settings, WeightSyncSettings(), socket_dir=sockets, log_dir=tmp_path, partial_rollout="keep")
+    pool = EnginePool(settings, WeightSyncSettings(), socket_dir=sockets, log_dir=tmp_path, partial_rollout=lambda: "keep")
     sampling = SamplingParams(temperature=1.0, max_tokens=200, stop_token_ids=())
     try:
         await pool.start(str(model), "float32")

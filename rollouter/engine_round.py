@@ -1,0 +1,206 @@
+"""How a round of weights is brought to one engine: stage while it generates, then pause, load, stamp, resume.
+
+Invariant: what may stand in a KV cache under new weights is known. `keep` freezes the requests in flight and lets them go on
+with their cache; `recompute` ends them with what they have, and `finish` lets them come to their end first, and both empty the
+prefix cache before the new version is stamped. However a commit ends, generation is resumed in one place, and a request reaches
+the engine only after that was answered.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from collections.abc import Callable
+
+import structlog
+
+from agent_loop.errors import AgentLoopError, EngineUnavailable, RequestRefused
+from agent_loop.vllm_client import VllmClient
+from agent_loop.vllm_wire import UNLABELLED
+from configs.schema import WeightSyncSettings
+from rollouter.engine_member import EngineState, Held, Member, PartialRollout, WaitStaged
+from sample_bus.messages import RoundResult, WeightRound
+
+log = structlog.get_logger()
+
+_CACHE_RESETS = 5
+_RESET_AGAIN_S = 0.05
+"""The blocks of requests that have just ended may be held a moment longer."""
+
+
+async def bring(
+    member: Member,
+    announced: WeightRound,
+    wait_staged: WaitStaged,
+    *,
+    mode: Callable[[], PartialRollout],
+    settings: WeightSyncSettings,
+    drain_timeout_s: float,
+    on_change: Callable[[], None],
+) -> RoundResult:
+    """Bring one engine to a round. `mode` is asked when the pause begins.
+
+    Never raises for the engine's failure: the result has the reason. `on_change` is called whenever the member's state changed.
+    """
+    async with member.round_lock:
+        started = time.monotonic()
+        stage_ms = 0.0
+        if member.held == Held.of(announced):
+            return _result(member, announced, committed=True)
+        try:
+            await _stage(member, announced, wait_staged, settings)
+            stage_ms = (time.monotonic() - started) * 1e3
+            await _commit(
+                member, announced, mode=mode(), settings=settings, drain_timeout_s=drain_timeout_s, on_change=on_change
+            )
+        except Exception as error:  # noqa: BLE001 - an engine's failure is this round's result, whatever it is
+            member.trouble.set()
+            reason = str(error) or type(error).__name__
+            log.warning("round failed on an engine", engine=member.name, policy_version=announced.policy_version, why=reason)
+            return _result(member, announced, committed=False, stage_ms=stage_ms, message=reason)
+        return _result(member, announced, committed=True, stage_ms=stage_ms)
+
+
+def _result(
+    member: Member, announced: WeightRound, *, committed: bool, stage_ms: float = 0.0, message: str = ""
+) -> RoundResult:
+    return RoundResult(
+        policy_version=announced.policy_version,
+        engine=member.name,
+        committed=committed,
+        manifest_digest=announced.manifest_digest if committed else "",
+        pause_ms=(member.last_pause_ms or 0.0) if committed else 0.0,
+        stage_ms=stage_ms,
+        message=message,
+    )
+
+
+async def _stage(member: Member, announced: WeightRound, wait_staged: WaitStaged, settings: WeightSyncSettings) -> None:
+    nonce = secrets.token_hex(8)
+    deadline_s = settings.round_timeout_s
+    await member.client.collective_rpc(
+        "headrace_stage",
+        address=announced.address,
+        policy_version=announced.policy_version,
+        engine=member.name,
+        nonce=nonce,
+        timeout_s=deadline_s,
+    )
+    try:
+        async with asyncio.timeout(deadline_s):
+            await wait_staged(announced, member.name, nonce)
+    except TimeoutError as error:
+        raise EngineUnavailable(
+            f"version {announced.policy_version} was not staged on {member.name} within "
+            f"weight_sync.round_timeout_s={deadline_s:g} s"
+        ) from error
+
+
+async def _commit(
+    member: Member,
+    announced: WeightRound,
+    *,
+    mode: PartialRollout,
+    settings: WeightSyncSettings,
+    drain_timeout_s: float,
+    on_change: Callable[[], None],
+) -> None:
+    """Close the door, pause, load, confirm, resume. Raises what went wrong; the member says afterwards what it holds."""
+    member.state = EngineState.UPDATING
+    on_change()
+    num_in_flight = member.in_flight
+    closed_at = paused_at = time.monotonic()
+    try:
+        if mode == "finish":
+            await _drain(member, drain_timeout_s)
+        paused_at = time.monotonic()
+        try:
+            await member.client.pause("keep" if mode == "keep" else "abort", clear_cache=False)
+            await _load(member.client, announced, settings, reset_cache=mode != "keep")
+        except BaseException:
+            member.failed_commits += 1
+            await asyncio.shield(_look_after_failure(member))
+            raise
+        member.hold(Held.of(announced), fresh_cache=mode != "keep")
+    finally:
+        await asyncio.shield(_resume(member))
+        member.last_pause_ms = (time.monotonic() - paused_at) * 1e3
+        member.last_drain_ms = (paused_at - closed_at) * 1e3
+        member.settle()
+        on_change()
+    if member.held is None:
+        raise EngineUnavailable(f"{member.name} loaded version {announced.policy_version} but did not resume")
+    member.failed_commits = 0
+    log.debug(
+        "engine updated",
+        engine=member.name,
+        policy_version=announced.policy_version,
+        partial_rollout=mode,
+        num_in_flight=num_in_flight,
+        drain_ms=round(member.last_drain_ms, 1),
+        pause_ms=round(member.last_pause_ms, 1),
+    )
+
+
+async def _drain(member: Member, timeout_s: float) -> None:
+    """Until no request is with the engine; each ends by itself by `engine.request_timeout_s`. Raises EngineUnavailable."""
+    try:
+        async with asyncio.timeout(timeout_s):
+            await member.idle.wait()
+    except TimeoutError:
+        raise EngineUnavailable(
+            f"{member.name} still has {member.in_flight} requests {timeout_s:g} s after the last one was let in "
+            "(partial_rollout=finish, engine.request_timeout_s)"
+        ) from None
+
+
+async def _resume(member: Member) -> None:
+    """Once, however the commit ended; an engine that does not resume counts as holding nothing."""
+    try:
+        await member.client.resume()
+    except AgentLoopError as error:
+        member.doubt()
+        log.warning("engine did not resume", engine=member.name, why=str(error))
+
+
+async def _load(client: VllmClient, announced: WeightRound, settings: WeightSyncSettings, *, reset_cache: bool) -> None:
+    await client.start_weight_update()
+    update_info = {"policy_version": announced.policy_version, "manifest_digest": announced.manifest_digest}
+    await client.update_weights(update_info, timeout_s=settings.round_timeout_s)
+    if reset_cache:
+        await _reset_prefix_cache(client, announced)
+    await client.finish_weight_update(str(announced.policy_version))
+    loaded = await _loaded_versions(client)
+    if loaded != {announced.policy_version}:
+        raise RequestRefused(f"after the update the workers hold {loaded}, expected version {announced.policy_version}")
+
+
+async def _reset_prefix_cache(client: VllmClient, announced: WeightRound) -> None:
+    """Nothing that older weights computed is left. Raises RequestRefused if the engine says again and again that it is."""
+    for attempt in range(_CACHE_RESETS):
+        await asyncio.sleep(_RESET_AGAIN_S * min(attempt, 1))
+        if await client.reset_prefix_cache():
+            return
+    raise RequestRefused(
+        f"the prefix cache was not emptied for version {announced.policy_version} in {_CACHE_RESETS} tries: blocks are in use"
+    )
+
+
+async def _loaded_versions(client: VllmClient) -> set[int | None]:
+    return {status["loaded"] for status in await client.collective_rpc("headrace_status")}
+
+
+async def _look_after_failure(member: Member) -> None:
+    """Find out whether the weights before are still loaded, whole and labelled as such. If not, or if nobody says, what the
+    engine samples from here on counts for nothing."""
+    before = None if member.held is None else member.held.policy_version
+    expected = UNLABELLED if before is None else str(before)
+    try:
+        if await _loaded_versions(member.client) == {before} and await member.client.weight_version() == expected:
+            return
+    except AgentLoopError as error:
+        log.warning("engine does not say what it holds", engine=member.name, why=str(error))
+    member.doubt()
+    if member.server is not None:
+        member.server.kill()
