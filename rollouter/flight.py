@@ -69,14 +69,14 @@ class Cockpit:
         keeper: Bookkeeper,
         attempts: Attempts,
         producer: Producer,
-        policy: SeatPolicy,
+        policy: Callable[[], SeatPolicy],
         quarantine: TaskQuarantine,
         max_task_failures: int,
         streak: FailureStreak,
         is_current: Callable[[], bool],
     ) -> None:
-        """`is_current` is asked before anything is counted: it notices a new trainer, and says whether the run is still the one
-        in hand."""
+        """`policy` is asked at each failure; `is_current` before anything is counted: it notices a new trainer, and says whether
+        the run is still the one in hand."""
         self._admission = admission
         self._keeper = keeper
         self._attempts = attempts
@@ -111,7 +111,7 @@ class Cockpit:
             seat.closing.reason if seat.closing else FailureReason(seat.closed) for seat in group.seats if seat.is_closed
         ]
         size, closed_seats = len(group.seats), len(reasons)
-        return any(self._policy.is_in_vain(reason, group_size=size, num_closed=closed_seats) for reason in reasons)
+        return any(self._policy().is_in_vain(reason, group_size=size, num_closed=closed_seats) for reason in reasons)
 
     async def close(self) -> None:
         """End attempts that were left to themselves."""
@@ -190,7 +190,7 @@ class Cockpit:
     def _failed(self, flight: Flight, number: int, reason: FailureReason, message: str) -> Move:
         """An attempt failed: what follows. Raises TooManyFailures."""
         seat = flight.group.seats[flight.plan.seat]
-        move = self._policy.next_move(
+        move = self._policy().next_move(
             reason, num_failed=seat.num_failed + 1, num_interrupted=seat.num_interrupted, num_refills=seat.num_refills
         )
         self._note(flight, number, reason, message, move)
@@ -223,7 +223,7 @@ class Cockpit:
             self._consider_quarantine(plan)
         if move is Move.REFILL:
             self.on_refill(flight, reason)
-        elif self._policy.is_in_vain(reason, group_size=plan.group_size, num_closed=flight.group.num_closed):
+        elif self._policy().is_in_vain(reason, group_size=plan.group_size, num_closed=flight.group.num_closed):
             self.on_lost_group(flight)
         self._streak.failed(plan.rollout_id, reason, message)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import structlog
 
 from configs.live import live_values, with_live
+from configs.logs import set_level
 from configs.schema import Settings
 from sample_bus.messages import LiveSettingsState
 
@@ -39,9 +40,11 @@ class LiveView:
                     new=change.new,
                     author=change.author,
                     revision=change.revision,
-                    holds_from=change.scope,
+                    holds_from=change.holds_from or change.scope,
                 )
         for key in sorted(unexplained):
             log.info("setting taken from the trainer", key=key, old=before[key], new=after[key], revision=state.revision)
+        if after["logging.level"] != before["logging.level"]:
+            set_level(self.settings.logging.level)
         self._has_state = True
         self.revision = state.revision

@@ -71,12 +71,6 @@ async def take_up(
     no more, or again. Raises JournalError, DataError, BusError.
     """
     resumption = await _resumption(link)
-    policy = SeatPolicy(
-        on_failed_seat=settings.on_failed_seat,
-        min_survivors=settings.min_survivors,
-        max_attempts=settings.rollouter.max_attempts,
-        max_refills=settings.rollouter.max_task_failures,
-    )
     keeper = await asyncio.to_thread(Bookkeeper, settings.run_dir, resumption.run_id, on_change=wake)
     try:
         await keeper.take_up(
@@ -84,7 +78,7 @@ async def take_up(
             resumption,
             process=process,
             fingerprint=prompts.source.cursor.fingerprint,
-            policy=policy,
+            policy=seat_policy_of(live.settings),
             sampling=settings.sampling,
         )
     except BaseException:
@@ -110,7 +104,7 @@ async def take_up(
         keeper=keeper,
         attempts=Attempts(runner, timeout_s=settings.rollouter.rollout_timeout_s, on_late=count_late),
         producer=link,
-        policy=policy,
+        policy=lambda: seat_policy_of(live.settings),
         quarantine=quarantine,
         max_task_failures=settings.rollouter.max_task_failures,
         streak=FailureStreak(limit=settings.rollouter.max_consecutive_failures),
@@ -130,6 +124,16 @@ async def take_up(
         on_change=on_change,
     )
     return RunInHand(keeper=keeper, issues=issues, dispatcher=dispatcher, epoch=resumption.epoch)
+
+
+def seat_policy_of(settings: Settings) -> SeatPolicy:
+    """What follows a failure under these settings."""
+    return SeatPolicy(
+        on_failed_seat=settings.on_failed_seat,
+        min_survivors=settings.min_survivors,
+        max_attempts=settings.rollouter.max_attempts,
+        max_refills=settings.rollouter.max_task_failures,
+    )
 
 
 async def _resumption(link: Link) -> Resumption:

@@ -155,12 +155,13 @@ class TrainerDaemon:
         self._clock = ActivityClock()
         self._retained = Retained(retained_dir(settings.run_dir, standing.run_id)) if settings.bus.retain else None
         self._commits = Commits(hub, journal, at_once=live.settings.checkpoint.every_steps == 0)
+        self._assembler = GroupAssembler(on_failed_seat=live.settings.on_failed_seat, min_survivors=live.settings.min_survivors)
         self._intake = Intake(
             hub,
             groups_per_step=lambda: live.settings.samples_per_step // live.settings.group_size,
             max_staleness=lambda: live.settings.max_staleness,
             incarnation=incarnation,
-            assembler=GroupAssembler(on_failed_seat=settings.on_failed_seat, min_survivors=settings.min_survivors),
+            assembler=self._assembler,
             journal=journal,
             books=Books(standing.counts),
             history=standing.history,
@@ -342,6 +343,7 @@ class TrainerDaemon:
             set_level(self._level)
         if settings.checkpoint.every_steps:
             self._commits.hold()
+        self._assembler.obey(on_failed_seat=settings.on_failed_seat, min_survivors=settings.min_survivors)
         self._intake.take_change()
         self._board.touch()
 

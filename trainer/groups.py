@@ -101,6 +101,11 @@ class GroupAssembler:
         self._open: OrderedDict[GroupKey, _Open] = OrderedDict()
         self._closed: OrderedDict[GroupKey, DropReason] = OrderedDict()
 
+    def obey(self, *, on_failed_seat: OnFailedSeat, min_survivors: int) -> None:
+        """From the next record on other rules hold, for groups that are open too."""
+        self._drops_on_failed_seat = on_failed_seat == "drop"
+        self._min_survivors = min_survivors
+
     @property
     def num_open(self) -> int:
         return len(self._open)
