@@ -23,6 +23,7 @@ from rollouter.progress_records import Place
 from rollouter.seat_policy import Move, SeatPolicy
 from sample_bus.closed_seat import ClosedSeat
 from sample_bus.errors import JournalError
+from sample_bus.group_id import parse
 from sample_bus.journal import (
     ROLLOUTER_FILE,
     AttemptFailed,
@@ -286,12 +287,12 @@ def _record_of(offering: Offering, sample_id: SampleId) -> SampleOffered | SeatC
 
 def _admission_of(record: Sample | ClosedSeat, sampling: SamplingSettings, *, issue: int, at: float) -> GroupAdmitted:
     """What the admission of the record's group must have been; `issue` is taken when its id does not tell its number."""
-    number = record.group_id.rpartition("#")[2].partition("@")[0]
+    name = parse(record.group_id)
     return GroupAdmitted(
         at=at,
         group_id=record.group_id,
         task_id=record.task_id,
-        issue=int(number) if number.isdecimal() else issue,
+        issue=issue if name is None else name.issue,
         group_size=record.group_size,
         policy_version=record.oldest_version if isinstance(record, Sample) else NO_VERSION,
         incarnation=record.incarnation,

@@ -118,6 +118,8 @@ class TaskFailures:
 class Books:
     """Where everything stands; changed by `apply` alone."""
 
+    replaced: set[str] = field(default_factory=set)
+    """Groups that were too old and in whose place another one was admitted."""
     open_groups: dict[str, GroupBook] = field(default_factory=dict)
     """Groups of which some seat has no record, in order of admission."""
     next_issue: int = 0
@@ -157,6 +159,8 @@ class Books:
                 seats = [SeatBook() for _ in range(record.group_size)]
                 self.open_groups[record.group_id] = GroupBook(admitted=record, seats=seats, since=record.at)
                 self.next_issue = max(self.next_issue, record.issue + 1)
+                if record.replaces:
+                    self.replaced.add(record.replaces)
                 self._admitted += record.group_size
             case AttemptFailed():
                 self._attempt_failed(record)

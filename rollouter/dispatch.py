@@ -26,6 +26,7 @@ from rollouter.issues import Issues
 from rollouter.live import LiveView
 from rollouter.prompts import Issue, PromptSource
 from rollouter.rollouts import Plan
+from sample_bus.group_id import GroupName, num_requeues
 from sample_bus.journal import GroupAdmitted
 from sample_bus.protocols import Producer, Rejection
 
@@ -115,9 +116,10 @@ class Dispatcher:
             await self._cockpit.close()
 
     def cancel_hopeless(self, published: int, incarnation: str) -> int:
-        """Give up rollouts that can no longer arrive within max_staleness of version `published`; how many."""
+        """Give up rollouts that can no longer arrive within max_staleness of version `published`; how many. None is given up
+        where what is too old is trained nevertheless, or waited for."""
         bound = self._live.settings.max_staleness
-        if bound is None:
+        if bound is None or self._live.settings.on_stale not in ("drop", "retry"):
             return 0
         hopeless = [
             flight
@@ -125,6 +127,12 @@ class Dispatcher:
             if flight.since.incarnation == incarnation and published - flight.since.policy_version > bound
         ]
         return _give_up(hopeless, FailureReason.STALE, f"version {published} is published and max_staleness={bound}")
+
+    def oldest_in_flight(self) -> int | None:
+        """The oldest version of the trainer that counts here since which a rollout is played."""
+        incarnation = self._admission.incarnation
+        versions = (flight.since.policy_version for flight in self._all_flights() if flight.since.incarnation == incarnation)
+        return min(versions, default=None)
 
     def take_rejection(self, rejection: Rejection) -> None:
         """The trainer's end could not decode a record: its seat stays empty."""
@@ -175,7 +183,7 @@ class Dispatcher:
         held = self._admission.held
         assert held is not None, "a group was admitted and the engines hold no version"
         self.holding = None
-        group_id = f"{issue.task.task_id}#{issue.number}@{self._process}"
+        group_id = str(GroupName(issue.task.task_id, issue.number, self._process, issue.requeue))
         self._admission.admit(settings.group_size)
         self._keeper.write(
             GroupAdmitted(
@@ -189,6 +197,7 @@ class Dispatcher:
                 settings_revision=self._live.revision,
                 temperature=settings.sampling.temperature,
                 max_tokens=settings.sampling.max_tokens,
+                replaces=issue.replaces,
             )
         )
         self._start_group(group_id, rollouts)
@@ -231,13 +240,14 @@ class Dispatcher:
         admitted, group_id = group.admitted, group.admitted.group_id
         held = self._admission.held
         assert held is not None, "a rollout starts and the engines hold no version"
+        again = f"+{times}" if (times := num_requeues(group_id)) else ""
         plan = Plan(
             task=self._task_of(admitted),
             group_id=group_id,
             seat=number,
             group_size=admitted.group_size,
             rollout_id=f"{group_id}/{number}",
-            seed_key=f"{admitted.task_id}#{admitted.issue}/{number}",
+            seed_key=f"{admitted.task_id}#{admitted.issue}{again}/{number}",
             sampling=SamplingParams(
                 temperature=admitted.temperature, max_tokens=admitted.max_tokens, stop_token_ids=self._stop_token_ids
             ),

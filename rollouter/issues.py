@@ -1,6 +1,6 @@
-"""Which task is issued next: the prompt source's order, less what is in quarantine.
+"""Which task is issued next: one that the trainer wants again, else the prompt source's order, less what is in quarantine.
 
-Invariant: an issue is handed out once or noted as skipped; the journal's cursor never stands behind the source's.
+Invariant: an issue of that order is handed out once or noted as skipped; the journal's cursor never stands behind the source's.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import structlog
 from rollouter.admission import Hold
 from rollouter.bookkeeping import Bookkeeper
 from rollouter.prompts import Issue, PromptCursor, PromptSource
+from rollouter.retries import Retries
 from rollouter.task_quarantine import TaskQuarantine
 from sample_bus.journal import IssueSkipped, TaskReleased
 
@@ -17,8 +18,11 @@ log = structlog.get_logger()
 
 
 class Issues:
-    def __init__(self, source: PromptSource, quarantine: TaskQuarantine, keeper: Bookkeeper) -> None:
+    def __init__(
+        self, source: PromptSource, quarantine: TaskQuarantine, keeper: Bookkeeper, retries: Retries | None = None
+    ) -> None:
         """The source goes on behind what the books say was issued. Raises DataError."""
+        self._retries = retries
         self._source = source
         self._quarantine = quarantine
         self._keeper = keeper
@@ -38,6 +42,9 @@ class Issues:
 
     def next(self) -> Issue | Hold:
         """The next task that is not held; or why there is none now: the data is exhausted, or all of it is in quarantine."""
+        again = None if self._retries is None else self._retries.next()
+        if again is not None:
+            return again
         for ahead in range(self._source.num_tasks):
             issue = self._source.peek(ahead)
             if issue is None:

@@ -35,6 +35,7 @@ from sample_bus.messages import (
     RollouterState,
     RollouterStatus,
     RoundResult,
+    TaskRetries,
     TrainerStatus,
     WeightRound,
 )
@@ -171,6 +172,12 @@ class Pipeline:
             self._situation.num_samples_needed = status.num_steps * settings.samples_per_step - before_origin
         self.wake()
 
+    def take_retries(self, retries: TaskRetries) -> None:
+        """Tasks that the trainer wants issued again."""
+        if self.run_in_hand is not None:
+            self.run_in_hand.retries.take(retries)
+            self.wake()
+
     def take_catch_up(self, result: RoundResult) -> None:
         """An engine that was started again, or on which a round failed, has caught up or failed to."""
         self._follower.take_catch_up(result)
@@ -231,6 +238,9 @@ class Pipeline:
             generated_tokens=self._fleet.generated_tokens,
             generated_tokens_per_s=self._rate.per_s(),
             recovery=None if self.run_in_hand is None else self.run_in_hand.keeper.recovery,
+            incarnation=self._admission.incarnation,
+            oldest_in_flight_version=None if self.run_in_hand is None else self.run_in_hand.dispatcher.oldest_in_flight(),
+            retries_taken=() if self.run_in_hand is None else self.run_in_hand.retries.taken(),
         )
 
     def _counts(self) -> RolloutCounts:
@@ -333,6 +343,9 @@ class Pipeline:
         trainer = self._link.get("trainer", TrainerStatus)
         if trainer is not None:
             self.take_trainer(trainer)
+        retries = self._link.get("retries", TaskRetries)
+        if retries is not None:
+            self.take_retries(retries)
         self.wake()
         return run
 

@@ -34,12 +34,16 @@ class PromptCursor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Issue:
-    """One task handed out once."""
+    """One task handed out, once unless the trainer asks for it again."""
 
     number: int
     """0, 1, 2, … over all epochs."""
     epoch: int
     task: Task
+    requeue: int = 0
+    """How often it was issued before, each time for a group that was too old when it came."""
+    replaces: str = ""
+    """The last such group."""
 
 
 class PromptSource:

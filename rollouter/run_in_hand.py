@@ -21,6 +21,7 @@ from rollouter.flight import Cockpit
 from rollouter.issues import Issues
 from rollouter.live import LiveView
 from rollouter.prompts import Prompts
+from rollouter.retries import Retries
 from rollouter.rollouts import Plan, Runner
 from rollouter.seat_policy import SeatPolicy
 from rollouter.task_quarantine import TaskQuarantine
@@ -36,6 +37,7 @@ class RunInHand:
     keeper: Bookkeeper
     issues: Issues
     dispatcher: Dispatcher
+    retries: Retries
     epoch: int
     """Of the stream."""
 
@@ -98,7 +100,8 @@ async def take_up(
         )
 
     quarantine = TaskQuarantine(settings.run_dir / "quarantine" / "tasks")
-    issues = Issues(prompts.source, quarantine, keeper)
+    retries = Retries(prompts.source, run_id=keeper.run_id, taken=keeper.books.replaced, holds=quarantine.holds)
+    issues = Issues(prompts.source, quarantine, keeper, retries)
     cockpit = Cockpit(
         admission=admission,
         keeper=keeper,
@@ -123,7 +126,7 @@ async def take_up(
         process=process,
         on_change=on_change,
     )
-    return RunInHand(keeper=keeper, issues=issues, dispatcher=dispatcher, epoch=resumption.epoch)
+    return RunInHand(keeper=keeper, issues=issues, dispatcher=dispatcher, retries=retries, epoch=resumption.epoch)
 
 
 def seat_policy_of(settings: Settings) -> SeatPolicy:
