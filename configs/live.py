@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from configs.auto import spelled_out, with_pause
 from configs.errors import ConfigError, RevisionMoved
 from configs.keys import leaves, live_keys
 from configs.loader import dump, unknown_key, validate
@@ -77,6 +78,7 @@ class LiveSettings:
             raise ConfigError("no setting was given")
         if not author:
             raise ConfigError("a change needs an author")
+        values = with_pause(values, author=author, enabled=self.settings.auto_staleness.enabled)
         changed = with_live(self.settings, values)
         old, new = live_values(self.settings), live_values(changed)
         changes = tuple(
@@ -160,6 +162,7 @@ def live_values(settings: Settings) -> dict[str, Any]:
 
 def with_live(settings: Settings, values: Mapping[str, Any]) -> Settings:
     """`settings` with live `values` in force. Raises ConfigError, one line per problem."""
+    values = spelled_out(values)
     problems = []
     for key, value in values.items():
         if key not in leaves():

@@ -16,6 +16,7 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
+from configs.auto import ENABLED, THRESHOLD, spelled_out
 from configs.errors import ConfigError
 from configs.keys import Leaf, leaves
 from configs.schema import Section, Settings
@@ -44,7 +45,9 @@ def load(config: Path | None, overrides: Sequence[str] = (), *, environment: Map
         problems += _take(values, origins, key, parse_value(key, raw), f"argument {text}")
     if problems:
         raise ConfigError("\n".join(problems))
-    return validate(values, origins)
+    if THRESHOLD in origins:
+        origins.setdefault(ENABLED, origins[THRESHOLD])
+    return validate(spelled_out(values), origins)
 
 
 def validate(values: Mapping[str, Any], origins: Mapping[str, str] | None = None) -> Settings:

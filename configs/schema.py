@@ -325,7 +325,8 @@ class Settings(Section):
         Scope.NEXT_ADMISSION,
         ge=0,
         le=1e6,
-        description="How far generation may run ahead, in sync periods: 0 is synchronous, 1 one period ahead.",
+        description="How far generation may run ahead, in sync periods: 0 is synchronous, 1 one period ahead; `auto` lets the "
+        "trainer move it (auto_staleness).",
     )
     trigger_parameter_sync_step: int = live(
         1,

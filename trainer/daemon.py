@@ -38,6 +38,7 @@ from sample_bus.open import open_hub
 from sample_bus.peers import LossReason
 from sample_bus.protocols import Hub
 from sample_bus.settings_log import SETTINGS_FILE, SettingsLog
+from trainer.automatic import AutomaticStaleness
 from trainer.books import Books
 from trainer.clock import ActivityClock
 from trainer.commits import Commits
@@ -180,9 +181,11 @@ class TrainerDaemon:
             agreed=agreed_values(settings),
             counts=self._intake.counts,
             rollouter=lambda: hub.rollouter,
+            on_step=lambda summary, replayed: self._automatic.take_step(summary, replayed=replayed),
         )
         self._rollouter_failed: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._live_settings = LiveSettingsTopic(hub, live, settings_log, moment=self._moment, on_change=self._take_change)
+        self._automatic = AutomaticStaleness(live, self._clock, self._live_settings)
         hub.handle("run.failed", Failed, self._take_failure)
 
     async def run(self) -> None:
@@ -209,6 +212,7 @@ class TrainerDaemon:
                     tasks.create_task(work)
                     for work in (
                         self._board.run(),
+                        self._automatic.run(),
                         self._watch_rollouter(),
                         self._say_what_is_awaited(),
                         self._end_when_drained_at_start(),

@@ -14,6 +14,7 @@ from typing import Any
 
 import structlog
 
+from configs.auto import AUTHOR
 from configs.errors import ConfigError, RevisionMoved
 from configs.live import Change, LiveSettings, Proposal
 from configs.schema import Scope, Settings
@@ -137,12 +138,25 @@ class LiveSettingsTopic:
             await self._enforce(proposal)
         return SettingsChanged(revision=self._live.revision, changes=_messages(proposal.changes))
 
+    def _impostor(self, author: str) -> SettingsChanged | None:
+        """The answer to a request in the name of the trainer itself: its changes do not come by the bus."""
+        if author != AUTHOR:
+            return None
+        refusal = f"author: got {author!r}, which is the trainer's own name in the history; give another one"
+        return SettingsChanged(revision=self._live.revision, refused=(refusal,))
+
     async def _set(self, request: ChangeSettings) -> SettingsChanged:
+        impostor = self._impostor(request.author)
+        if impostor is not None:
+            return impostor
         return await self.change(
             request.values, author=request.author, expected_revision=request.expected_revision, dry_run=request.dry_run
         )
 
     async def _revert(self, request: RevertSettings) -> SettingsChanged:
+        impostor = self._impostor(request.author)
+        if impostor is not None:
+            return impostor
         try:
             values = self._live.values_at(request.to_revision)
         except ConfigError as error:

@@ -256,7 +256,7 @@ class TrainingLoop:
         summary = summary_of(
             samples, report, step=self._step, policy_version=self.policy_version, seconds=seconds, now=time.time()
         )
-        self._board.add_step(summary)
+        self._board.add_step(summary, replayed=replayed)
         counts = self._intake.counts()
         _, revision = self._decided
         row: dict[str, Any] = {

@@ -32,11 +32,14 @@ class StatusBoard:
         agreed: Mapping[str, Any],
         counts: Callable[[], Counts],
         rollouter: Callable[[], str | None],
+        on_step: Callable[[StepSummary, bool], None] = lambda summary, replayed: None,
     ) -> None:
+        """`on_step` hears of each step and whether it was taken again."""
         self._control = control
         self._clock = clock
         self._counts = counts
         self._rollouter = rollouter
+        self._on_step = on_step
         self._status = TrainerStatus(
             state=TrainerState.STARTING,
             incarnation=incarnation,
@@ -71,8 +74,9 @@ class StatusBoard:
         """Seconds since the state was entered."""
         return time.monotonic() - self._entered_at
 
-    def add_step(self, summary: StepSummary) -> None:
+    def add_step(self, summary: StepSummary, *, replayed: bool = False) -> None:
         self.set(last_step=summary, step=summary.step)
+        self._on_step(summary, replayed)
 
     def add_evaluation(self, result: EvaluationResult) -> None:
         self.set(evaluations=(*self._status.evaluations, result)[-100:])
