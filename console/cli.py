@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from console.change import How
     from console.run_dirs import LiveRun
 
 _TIMEOUT_S = 5.0
@@ -59,18 +60,36 @@ def _set(arguments: argparse.Namespace) -> int:
         parse(arguments.assignments)
     except ConfigError as error:
         return _refuse("set", error, 2)
-    return _with_run(
-        arguments,
-        lambda run: change(
-            run.bus,
-            run.address,
-            arguments.assignments,
-            author=arguments.author,
-            expected_revision=arguments.expect,
-            timeout_s=arguments.timeout_s,
-        ),
-        name="set",
+    return _with_run(arguments, lambda run: change(run.bus, run.address, arguments.assignments, _how(arguments)), name="set")
+
+
+def _revert(arguments: argparse.Namespace) -> int:
+    from console.change import revert
+
+    return _with_run(arguments, lambda run: revert(run.bus, run.address, arguments.revision, _how(arguments)), name="revert")
+
+
+def _how(arguments: argparse.Namespace) -> How:
+    from console.change import How
+
+    return How(
+        author=arguments.author,
+        expected_revision=arguments.expect,
+        dry_run=arguments.dry_run,
+        timeout_s=arguments.timeout_s,
     )
+
+
+def _history(arguments: argparse.Namespace) -> int:
+    from console.history import history_at, history_of
+
+    if arguments.address is not None:
+        return _with_run(
+            arguments,
+            lambda run: history_at(run.bus, run.address, as_json=arguments.json, timeout_s=arguments.timeout_s),
+            name="history",
+        )
+    return _in_run_dir(arguments, lambda run_dir: history_of(run_dir, as_json=arguments.json), name="history")
 
 
 def _ledger(arguments: argparse.Namespace) -> int:
@@ -215,10 +234,20 @@ def _parser() -> argparse.ArgumentParser:
     change.add_argument(
         "assignments", nargs="+", metavar="key=value", help="live settings: those so marked by `headrace settings`"
     )
-    change.add_argument("--author", help="who changes it; default: user@host")
-    change.add_argument("--expect", type=int, metavar="REVISION", help="refuse if the settings have moved from this revision")
-    _choose_run(change)
+    _add_how(change)
     change.set_defaults(run=_set)
+
+    revert = commands.add_parser("revert", help="go back to the live settings of an earlier revision, as a new revision")
+    revert.add_argument(
+        "revision", type=int, metavar="REVISION", help="as `headrace history` numbers them; 0: before the first"
+    )
+    _add_how(revert)
+    revert.set_defaults(run=_revert)
+
+    history = commands.add_parser("history", help="every change of live settings: when, by whom, from when it holds")
+    _choose_run(history)
+    history.add_argument("--json", action="store_true", help="as JSON")
+    history.set_defaults(run=_history)
 
     ledger = commands.add_parser("ledger", help="prove that no rollout of a run was lost or trained twice; exit code 1 if not")
     _choose_run_dir(ledger)
@@ -259,6 +288,13 @@ def _add_quarantine(quarantine: argparse.ArgumentParser) -> None:
     release.add_argument("--all", action="store_true", help="all of them")
     _choose_run_dir(release)
     release.set_defaults(run=_quarantine_release)
+
+
+def _add_how(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--author", help="who changes it; default: user@host")
+    parser.add_argument("--expect", type=int, metavar="REVISION", help="refuse if the settings have moved from this revision")
+    parser.add_argument("--dry-run", action="store_true", help="only say what would change; the trainer checks it as if it did")
+    _choose_run(parser)
 
 
 def _choose_run_dir(parser: argparse.ArgumentParser) -> None:

@@ -12,6 +12,7 @@ import orjson
 
 from console.errors import NoRun
 from console.follow import attached
+from console.history import since
 from console.journals import Journals
 from console.run_dirs import LiveRun
 from console.words import awaited, duration, engine_text, evaluation_text, number, shares_text
@@ -168,7 +169,7 @@ def _settings_rows(live: LiveSettingsState | None, now: float) -> list[tuple[str
 
 def _change_text(change: SettingChange, now: float) -> str:
     age = duration(max(0.0, now - change.changed_at))
-    return f"{change.key}: {change.old} → {change.new} by {change.author}, {age} ago, from the {change.scope}"
+    return f"{change.key}: {change.old} → {change.new} by {change.author}, {age} ago, {since(change)}"
 
 
 async def _ask(run: LiveRun, timeout_s: float) -> State:

@@ -16,7 +16,6 @@ import socket
 import subprocess
 import sys
 import time
-from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
@@ -43,7 +42,6 @@ from sample_bus.journal import (
 )
 from sample_bus.journal_writer import JournalWriter
 from sample_bus.messages import (
-    ChangeSettings,
     Counts,
     EndOfRun,
     EndReason,
@@ -53,16 +51,16 @@ from sample_bus.messages import (
     RolloutCounts,
     RollouterState,
     RollouterStatus,
-    SettingChange,
-    SettingsChanged,
     StepSummary,
     TimeShares,
     TrainerState,
     TrainerStatus,
 )
 from sample_bus.open import open_hub, open_link
-from sample_bus.protocols import Hub, Lease, Leased, Link
+from sample_bus.protocols import Lease, Leased, Link
 from sample_bus.sample import NO_VERSION, Sample, SampleId, StopReason
+from sample_bus.settings_log import SETTINGS_FILE, SettingsLog
+from trainer.live_settings import LiveSettingsTopic, Moment, restore
 
 log = structlog.get_logger()
 WISHES = frozenset(filter(None, os.environ.get("STAND_IN", "").split(",")))
@@ -86,7 +84,11 @@ async def trainer(settings: Settings) -> None:
         quarantine_dir=settings.run_dir / "q",
     ) as hub:
         live = LiveSettings(settings)
-        await _answer_settings(hub, live)
+        step = 0
+        settings_log = SettingsLog(journal_dir(settings.run_dir, RUN_ID) / SETTINGS_FILE)
+        restore(live, settings_log)
+        topic = LiveSettingsTopic(hub, live, settings_log, moment=lambda: Moment(next_step=step + 1, next_version=step + 1))
+        await topic.publish()
         received = 0
         shares = TimeShares(waiting=0.25, training=0.5, publishing=0.25)
         status = TrainerStatus(state=TrainerState.STARTING, incarnation="s1", num_steps=settings.num_steps, model_dir="/m")
@@ -94,7 +96,6 @@ async def trainer(settings: Settings) -> None:
         await hub.publish("trainer", status)
         await hub.wait_rollouter(60)
         await asyncio.sleep(1.5)  # a real run gives the console time to connect
-        step = 0
         while "endless" in WISHES or step < settings.num_steps:
             ids = [_note(journal, await hub.lease()) for _ in range(settings.samples_per_step)]
             received += len(ids)
@@ -162,25 +163,6 @@ async def rollouter(settings: Settings) -> None:
         journal.write(RollouterEnded(at=time.time(), reason="finished", counts=counts.model_dump()))
         journal.close()
         await link.publish("rollouter", _rollouter_status(link, RollouterState.ENDED, offered))
-
-
-async def _answer_settings(hub: Hub, live: LiveSettings) -> None:
-    def state() -> LiveSettingsState:
-        return LiveSettingsState(
-            revision=live.revision,
-            values=live.values(),
-            changes=tuple(SettingChange(**asdict(change)) for change in live.changes),
-        )
-
-    async def change(request: ChangeSettings) -> SettingsChanged:
-        changes = live.change(
-            request.values, author=request.author, now=time.time(), expected_revision=request.expected_revision
-        )
-        await hub.publish("settings", state())
-        return SettingsChanged(revision=live.revision, changes=tuple(SettingChange(**asdict(item)) for item in changes))
-
-    hub.handle("settings.set", ChangeSettings, change)
-    await hub.publish("settings", state())
 
 
 async def _wait_end(link: Link) -> None:

@@ -251,8 +251,31 @@ def test_settings_change_live_the_status_shows_it_and_the_directory_is_taken(
     ):
         assert expected in shown, expected
 
+    assert main(["set", "trainer.learning_rate=0.01", "staleness_threshold=3", "--author", "bob", "--dry-run", *run]) == 0
+    would = capsys.readouterr().out.splitlines()
+    assert [line.rpartition(" ")[0] for line in would[:1]] == [
+        "trainer.learning_rate: 1e-05 -> 0.01 (would be revision 2, from step"
+    ]
+    assert would[1] == "staleness_threshold: 0.0 -> 3.0 (would be revision 2, from the next admission)"
+    assert main(["set", "trainer.learning_rate=0.01", "rollouter.max_concurrent_rollouts=2", *run]) == 2
+    assert "no group could ever start" in capsys.readouterr().err, "all or nothing, judged by the trainer"
+    assert main(["set", "trainer.learning_rate=0.01", "--author", "bob", *run]) == 0
+    assert main(["revert", "7", *run]) == 2
+    assert "there is no revision 7 to go back to: settings are at revision 2" in capsys.readouterr().err
+    assert main(["revert", "0", "--author", "eve", *run]) == 0
+    reverted = capsys.readouterr().out
+    assert "staleness_threshold: 0.0 -> 0.5 (revision 3, from the next admission)\n" in reverted
+    assert "trainer.learning_rate: 0.01 -> 1e-05 (revision 3, from step " in reverted
+    assert main(["history", "--json", "--run-dir", str(up.run_dir)]) == 0
+    kept = json.loads(capsys.readouterr().out)
+    assert [(change["revision"], change["author"]) for change in kept] == [(1, "ada"), (2, "bob"), (3, "eve"), (3, "eve")]
+    assert main(["history", "--address", before["address"], "--timeout-s", "60"]) == 0
+    told = capsys.readouterr().out.splitlines()
+    assert len(told) == len(kept)
+    assert "ada  staleness_threshold: 0.5 -> 0.0  from the next admission" in told[0]
+
     assert main(["set", "staleness_threshold=1", "--expect", "0", *run]) == 1
-    assert "revision 1, expected 0" in capsys.readouterr().err
+    assert "revision 3, expected 0" in capsys.readouterr().err
 
     assert main(["up", f"run_dir={up.run_dir}"]) == 1
     assert "a run goes on here" in capsys.readouterr().err
