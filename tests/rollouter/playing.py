@@ -62,14 +62,21 @@ def make_plan(seat: int = 0, group_size: int = 1, temperature: float = 0.6) -> P
 
 
 def make_runner(
-    engine: FakeEngine, *, loop: Any = None, reward: str = "agent_loop.rewards:exact_match", timeout_s: float = 30.0
+    engine: FakeEngine,
+    *,
+    loop: Any = None,
+    reward: str = "agent_loop.rewards:exact_match",
+    timeout_s: float = 30.0,
+    max_model_len: int = 64,
+    progress_interval_s: float = 0.0,
 ) -> Runner:
     return Runner(
         loop=loop or SingleTurn(),
         engine=engine,
         codec=CODEC,
         scorer=Scorer(load_reward(reward), CODEC),
-        max_model_len=64,
+        max_model_len=max_model_len,
         timeout_s=timeout_s,
         seed=1,
+        progress_interval_s=lambda: progress_interval_s,
     )
