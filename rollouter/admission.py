@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from configs.errors import ConfigError
+from sample_bus.messages import SeatDemand
 from sample_bus.protocols import Resumption
-from sample_bus.staleness import AdmissionLedger
+from sample_bus.staleness import AdmissionLedger, Pace
 
 
 class Hold(StrEnum):
@@ -57,10 +58,19 @@ class Conditions:
     num_open_seats: int
     """Seats of groups of which some rollout is in flight, arrived ones included."""
     samples_per_step: int
+    samples_per_period: int
     max_queued_samples: int
     journal_blocked: bool
     evaluating: bool
     draining: bool
+
+    @property
+    def pace(self) -> Pace:
+        return Pace(
+            staleness_threshold=self.staleness_threshold,
+            samples_per_step=self.samples_per_step,
+            samples_per_period=self.samples_per_period,
+        )
 
     @property
     def bus_has_room(self) -> bool:
@@ -78,8 +88,8 @@ class Conditions:
 class Admission:
     """The account of seats, in rollouts since the trainer's origin."""
 
-    def __init__(self, *, samples_per_period: int) -> None:
-        self._ledger = AdmissionLedger(samples_per_period=samples_per_period)
+    def __init__(self) -> None:
+        self._ledger = AdmissionLedger()
         self._incarnation: str | None = None
         self._held: HeldVersion | None = None
         self._origin_version = 0
@@ -134,9 +144,7 @@ class Admission:
         needed = conditions.num_samples_needed
         if needed is not None and self.outstanding + conditions.group_size > needed:
             return Hold.ENOUGH
-        if not self._ledger.may_admit(
-            conditions.group_size, policy_version=version, staleness_threshold=conditions.staleness_threshold
-        ):
+        if not self._ledger.may_admit(conditions.group_size, policy_version=version, pace=conditions.pace):
             return Hold.BUDGET
         if conditions.num_in_flight + conditions.group_size > conditions.max_concurrent_rollouts:
             return Hold.CONCURRENCY
@@ -157,16 +165,28 @@ class Admission:
     def take_held(self, held: HeldVersion | None) -> None:
         """All serving engines hold this version now; None: they hold nothing that may be used."""
         self._held = held
+        if held is not None and held.incarnation == self._incarnation:
+            self._ledger.clock.forget_before(held.policy_version)
 
-    def take_trainer(self, *, incarnation: str, origin_version: int, policy_version: int, num_refunded: int) -> None:
-        """What the trainer says: where it counts from, its newest published version, and the records that it gave back since
-        its origin; each is refunded once."""
+    def take_trainer(
+        self,
+        *,
+        incarnation: str,
+        origin_version: int,
+        policy_version: int,
+        num_refunded: int,
+        consumed_seats: int | None = None,
+        demand: SeatDemand | None = None,
+    ) -> None:
+        """What the trainer says: where it counts from, its newest published version, what its steps took, and the records that
+        it gave back since its origin; each is refunded once."""
         if incarnation != self._incarnation:
             return
         self._published = policy_version
         if origin_version != self._origin_version:
             self._origin_version = origin_version
             self._ledger.rebase(origin_version=origin_version, accounted=self.outstanding)
+        self._ledger.clock.take(policy_version, consumed_seats=consumed_seats, demand=demand)
         if num_refunded > self._refunded_by_trainer:
             self._ledger.refund(min(num_refunded - self._refunded_by_trainer, self.outstanding))
             self._refunded_by_trainer = num_refunded

@@ -152,6 +152,7 @@ class Dispatcher:
             num_unsettled=self._producer.producer_statistics().unsettled + self._books.in_flight,
             num_open_seats=sum(len(group.seats) for group in self._books.open_groups.values()),
             samples_per_step=settings.samples_per_step,
+            samples_per_period=settings.samples_per_period,
             max_queued_samples=settings.bus.max_queued_samples,
             journal_blocked=self._keeper.is_blocked,
             evaluating=self._situation.evaluating(),

@@ -40,6 +40,7 @@ from sample_bus.messages import (
     WeightRound,
 )
 from sample_bus.protocols import Link
+from sample_bus.staleness import seats_of_run
 
 log = structlog.get_logger()
 
@@ -66,7 +67,7 @@ class Pipeline:
         self._process = process
         self._clock = clock
         self._live = LiveView(settings)
-        self._admission = Admission(samples_per_period=settings.samples_per_period)
+        self._admission = Admission()
         self._situation = Situation()
         self._phase: tuple[RollouterState, str] | None = (RollouterState.STARTING, "")
         self._rate = Rate()
@@ -155,6 +156,9 @@ class Pipeline:
     def take_settings(self, state: LiveSettingsState) -> None:
         """Live settings; they hold from the next decision on."""
         self._live.take(state)
+        trainer = self._link.get("trainer", TrainerStatus)
+        if trainer is not None:
+            self._count_needed(trainer)
         self.wake()
 
     def take_trainer(self, status: TrainerStatus) -> None:
@@ -165,11 +169,10 @@ class Pipeline:
             origin_version=status.origin_version,
             policy_version=status.policy_version,
             num_refunded=status.counts.refunded,
+            consumed_seats=status.consumed_seats,
+            demand=status.demand,
         )
-        settings = self._settings
-        if status.num_steps:
-            before_origin = status.origin_version * settings.samples_per_period
-            self._situation.num_samples_needed = status.num_steps * settings.samples_per_step - before_origin
+        self._count_needed(status)
         self.wake()
 
     def take_retries(self, retries: TaskRetries) -> None:
@@ -272,6 +275,17 @@ class Pipeline:
         """0 where a turn is to be sampled by one version: new weights wait for a request's end, and a slice would be one."""
         settings = self._live.settings
         return 0.0 if settings.partial_rollout == "finish" else settings.rollouter.progress_interval_s
+
+    def _count_needed(self, status: TrainerStatus) -> None:
+        """What the run's steps take from the trainer's origin on, as long as steps stay as large as they are."""
+        settings = self._live.settings
+        if status.demand is not None:
+            self._situation.num_samples_needed = seats_of_run(
+                status.demand, num_steps=status.num_steps, samples_per_step=settings.samples_per_step
+            )
+        elif status.num_steps:
+            before_origin = status.origin_version * settings.samples_per_period
+            self._situation.num_samples_needed = status.num_steps * settings.samples_per_step - before_origin
 
     def _announced(self, announced: WeightRound) -> None:
         if self.run_in_hand is not None:

@@ -76,7 +76,7 @@ async def open_desk(
     process: str = "p",
 ) -> AsyncIterator[Desk]:
     """Take the run up on the producer's stream; cut off at the end if it is still at work."""
-    admission = Admission(samples_per_period=settings.samples_per_period)
+    admission = Admission()
     situation = Situation(num_samples_needed=num_samples_needed)
     live = LiveView(settings)
     rows = load_rows("addition") if rows is None else rows

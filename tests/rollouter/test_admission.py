@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from configs.errors import ConfigError
 from rollouter.admission import Admission, Conditions, HeldVersion, Hold
+from sample_bus.messages import SeatDemand
 from sample_bus.protocols import Resumption
 
 
@@ -24,6 +25,7 @@ def _conditions(**changes: object) -> Conditions:
         "num_unsettled": 0,
         "num_open_seats": 0,
         "samples_per_step": 8,
+        "samples_per_period": 8,
         "max_queued_samples": 10_000,
         "journal_blocked": False,
         "evaluating": False,
@@ -32,8 +34,8 @@ def _conditions(**changes: object) -> Conditions:
     return Conditions(**{**values, **changes})  # type: ignore[arg-type]
 
 
-def _admission(*, samples_per_period: int = 8, version: int | None = 0, origin: int = 0, accounted: int = 0) -> Admission:
-    admission = Admission(samples_per_period=samples_per_period)
+def _admission(*, version: int | None = 0, origin: int = 0, accounted: int = 0) -> Admission:
+    admission = Admission()
     admission.rebase(Resumption(origin_version=origin, accounted=accounted, incarnation="a"), in_flight=0)
     if version is not None:
         _reach(admission, version, origin=origin)
@@ -55,7 +57,7 @@ def _fill(admission: Admission, conditions: Conditions) -> int:
 
 def test_nothing_starts_before_weights_and_origin_are_known() -> None:
     """B18"""
-    admission = Admission(samples_per_period=8)
+    admission = Admission()
     assert admission.hold(_conditions()) is Hold.NO_TRAINER
     admission.rebase(Resumption(origin_version=0, accounted=0, incarnation="a"), in_flight=0)
     assert admission.hold(_conditions()) is Hold.NO_WEIGHTS
@@ -149,6 +151,24 @@ def test_versions_of_another_trainer_open_nothing() -> None:
     assert _fill(admission, _conditions()) == 2
 
 
+def test_shorter_periods_set_live_do_not_hold_what_the_trainer_needs() -> None:
+    """Fifty periods of 64 were taken before steps shrank to 8: seats count, not versions."""
+    admission = _admission(accounted=50 * 64)
+    admission.take_held(HeldVersion(incarnation="a", policy_version=50))
+    demand = SeatDemand(taken_seats=50 * 64, begun_step=50, sync_step=51)
+    admission.take_trainer(
+        incarnation="a", origin_version=0, policy_version=50, num_refunded=0, consumed_seats=50 * 64, demand=demand
+    )
+    assert _fill(admission, _conditions(staleness_threshold=1)) == 4
+
+
+def test_step_in_progress_and_the_rest_of_its_period_are_what_the_next_version_takes() -> None:
+    admission = _admission()
+    demand = SeatDemand(taken_seats=4, begun_step=1, sync_step=3)
+    admission.take_trainer(incarnation="a", origin_version=0, policy_version=0, num_refunded=0, consumed_seats=0, demand=demand)
+    assert _fill(admission, _conditions(samples_per_step=8, samples_per_period=24)) == (4 + 2 * 8) // 4
+
+
 def test_evaluation_goes_first() -> None:
     assert _admission().hold(_conditions(evaluating=True)) is Hold.EVALUATING
 
@@ -178,11 +198,16 @@ def test_group_larger_than_the_limit_is_an_error_at_once() -> None:
 
 def test_limit_lowered_and_raised_live_holds_from_the_next_admission() -> None:
     """B28"""
-    admission = _admission(samples_per_period=100)
-    assert admission.hold(_conditions(max_concurrent_rollouts=16, num_in_flight=12)) is None
-    assert admission.hold(_conditions(max_concurrent_rollouts=4, num_in_flight=16)) is Hold.CONCURRENCY
-    assert admission.hold(_conditions(max_concurrent_rollouts=4, num_in_flight=4)) is Hold.CONCURRENCY
-    assert admission.hold(_conditions(max_concurrent_rollouts=8, num_in_flight=4)) is None
+    admission = _admission()
+
+    def hold(limit: int, num_in_flight: int) -> Hold | None:
+        conditions = _conditions(max_concurrent_rollouts=limit, num_in_flight=num_in_flight, samples_per_period=100)
+        return admission.hold(conditions)
+
+    assert hold(16, 12) is None
+    assert hold(4, 16) is Hold.CONCURRENCY
+    assert hold(4, 4) is Hold.CONCURRENCY
+    assert hold(8, 4) is None
 
 
 @given(
@@ -255,7 +280,7 @@ def test_budget_is_never_exceeded_under_any_order_of_events(
     """B29: the model keeps its own account of every rollout; at each admission what is alive stays within the formula, over
     restarts of the trainer from any checkpoint."""
     period = group_size * groups_per_period
-    admission = Admission(samples_per_period=period)
+    admission = Admission()
     incarnation, published, held = 0, origin, origin
     threshold, concurrency = Fraction(1, 2), 3 * group_size
     in_flight = queued = trained = refunded = 0
@@ -274,6 +299,7 @@ def test_budget_is_never_exceeded_under_any_order_of_events(
             staleness_threshold=float(threshold),
             max_concurrent_rollouts=concurrency,
             num_in_flight=in_flight,
+            samples_per_period=period,
         )
         match event:
             case "admit":
