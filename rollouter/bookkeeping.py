@@ -188,6 +188,7 @@ class Bookkeeper:
             seat.is_open and seat.closing is None for group in self.books.open_groups.values() for seat in group.seats
         )
         return Recovery(
+            process=self.books.num_processes,
             continued=len(continued),
             restarted=num_open - len(continued),
             tokens_kept=sum(progress.num_tokens for progress in continued.values()),

@@ -238,6 +238,8 @@ class EngineStatus(Message):
     state: str
     policy_version: int | None
     num_running: int = 0
+    max_requests: int | None = None
+    """Requests that it is given at once at most, at the moment."""
     last_pause_ms: float | None = None
     """Pause of generation in the last sync."""
 
@@ -312,6 +314,8 @@ class RolloutCounts(Message):
 class Recovery(Message):
     """What a rollouter that came again did with the rollouts that the one before had in flight."""
 
+    process: int
+    """Which process of the run it is, from 2."""
     continued: int
     """Went on from their recorded tokens."""
     restarted: int

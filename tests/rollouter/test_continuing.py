@@ -121,7 +121,7 @@ async def test_rollouts_go_on_from_their_recorded_slices(tmp_path: Path) -> None
         desk.start()
         await _finish(desk)
     assert recovery == Recovery(
-        continued=8, restarted=0, tokens_kept=first_tokens, tokens_lost_at_most=recovery.tokens_lost_at_most
+        process=2, continued=8, restarted=0, tokens_kept=first_tokens, tokens_lost_at_most=recovery.tokens_lost_at_most
     )
     assert recovery.tokens_lost_at_most > 0
     _check_replies(stream)
