@@ -20,7 +20,8 @@ import numpy as np
 import numpy.typing as npt
 
 from configs.schema import Settings
-from sample_bus.group_id import num_requeues
+from sample_bus.group_id import parse
+from sample_bus.protocols import Lease, Leased
 from sample_bus.sample import NO_VERSION, Sample
 from trainer.groups import DropReason, Group
 
@@ -59,10 +60,11 @@ class AgeRule:
         )
 
     def reason_for(self, group_id: str) -> DropReason:
-        """Under which reason a group that is too old is dropped."""
-        if self.on_stale is not OnStale.RETRY:
+        """Under which reason a group that is too old is dropped. One that no rollouter of ours named cannot be retried."""
+        name = parse(group_id)
+        if self.on_stale is not OnStale.RETRY or name is None:
             return DropReason.STALE
-        return DropReason.STALE_RETRIED if num_requeues(group_id) < self.max_requeues else DropReason.STALE_FOR_GOOD
+        return DropReason.STALE_RETRIED if name.num_requeues < self.max_requeues else DropReason.STALE_FOR_GOOD
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,7 +100,12 @@ class Lineage:
 
 def oldest_of(group: Group, lineage: Lineage) -> int | None:
     """The oldest version in the group from which age counts; None if no policy sampled any of it."""
-    versions = [lineage.oldest(leased.sample) for leased in group.members]
+    return oldest_among(group.members, lineage)
+
+
+def oldest_among(leases: Iterable[Lease], lineage: Lineage) -> int | None:
+    """The same of any records; closed seats have no age."""
+    versions = [lineage.oldest(lease.sample) for lease in leases if isinstance(lease, Leased)]
     return min((version for version in versions if version != NO_VERSION), default=None)
 
 
@@ -174,8 +181,8 @@ class Awaited:
     """What a step that a new version follows is held for."""
 
     next_version: int
-    num_in_open_groups: int
-    """Records of groups that would be too old and whose other seats are still to come."""
+    num_open_groups: int
+    """Groups that would be too old and of which some seats are still to come."""
     oldest_in_flight: int | None
     """The version of the oldest rollout in flight, if it would be too old."""
 
@@ -183,8 +190,8 @@ class Awaited:
         parts = []
         if self.oldest_in_flight is not None:
             parts.append(f"rollouts in flight since version {self.oldest_in_flight}")
-        if self.num_in_open_groups:
-            parts.append(f"the siblings of {self.num_in_open_groups} records")
+        if self.num_open_groups:
+            parts.append(f"the missing seats of {self.num_open_groups} groups")
         return f"version {self.next_version} is held (on_stale=wait) for {' and '.join(parts)}"
 
 
@@ -193,23 +200,23 @@ def awaited(
     *,
     policy_version: int,
     ready: Sequence[int | None],
-    open_records: Iterable[int],
+    open_groups: Iterable[int | None],
     oldest_in_flight: int | None,
     groups_per_step: int,
 ) -> Awaited | None:
     """What the last step at `policy_version` still waits for; None: it may be taken.
 
-    ready: of each whole group the oldest version; open_records: of each record in a group that is not whole; oldest_in_flight:
-    of the rollouts that have brought nothing yet. Nothing is awaited once the groups that the next version would make too old
-    fill the step: it could not take more of them.
+    ready: of each whole group the oldest version; open_groups: of each group that is not whole, as far as it is there;
+    oldest_in_flight: of the rollouts that have brought nothing yet. Only what is trainable now and would not be at the next
+    version is waited for, and nothing once such groups fill the step: it could not take more of them.
     """
     if rule.on_stale is not OnStale.WAIT or rule.max_staleness is None:
         return None
-    first_young = policy_version + 1 - rule.max_staleness
-    if sum(version is not None and version < first_young for version in ready) >= groups_per_step:
+    last_chance = policy_version - rule.max_staleness
+    if sum(version is not None and version <= last_chance for version in ready) >= groups_per_step:
         return None
-    num_old = sum(version < first_young for version in open_records if version != NO_VERSION)
-    flying = oldest_in_flight if oldest_in_flight is not None and oldest_in_flight < first_young else None
-    if not num_old and flying is None:
+    num_open = sum(version == last_chance for version in open_groups)
+    flying = oldest_in_flight if oldest_in_flight == last_chance else None
+    if not num_open and flying is None:
         return None
-    return Awaited(next_version=policy_version + 1, num_in_open_groups=num_old, oldest_in_flight=flying)
+    return Awaited(next_version=policy_version + 1, num_open_groups=num_open, oldest_in_flight=flying)

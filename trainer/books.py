@@ -24,6 +24,7 @@ class Books:
         self._settled_closed = self._before.closed
         self._refunded = 0
         self._late = self._before.late_results
+        self._rolled_back = self._before.rolled_back
 
     @property
     def num_queued(self) -> int:
@@ -39,8 +40,10 @@ class Books:
         else:
             self._received += 1
 
-    def train(self, group: Group) -> None:
+    def train(self, group: Group, *, num_rolled_back: int = 0) -> None:
+        """`num_rolled_back`: samples of it with tokens of a version that the trainer does not have."""
         self._trained += len(group.members)
+        self._rolled_back += num_rolled_back
         self._settled_closed += len(group.closures)
 
     def drop(self, dropped: Dropped) -> None:
@@ -69,6 +72,7 @@ class Books:
             closed=self._closed,
             refunded=self._refunded,
             late_results=self._late,
+            rolled_back=self._rolled_back,
             duplicates=self._before.duplicates + statistics.duplicates,
             rejected=self._before.rejected + statistics.rejected,
         )

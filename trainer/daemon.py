@@ -38,7 +38,11 @@ from sample_bus.open import open_hub
 from sample_bus.peers import LossReason
 from sample_bus.protocols import Hub
 from sample_bus.settings_log import SETTINGS_FILE, SettingsLog
+from trainer.age_gate import AgeGate
+from trainer.aged import AgeRule, Lineage
 from trainer.automatic import AutomaticStaleness
+from trainer.bias import BiasBook
+from trainer.bias_topic import BiasTopic
 from trainer.books import Books
 from trainer.clock import ActivityClock
 from trainer.commits import Commits
@@ -49,6 +53,7 @@ from trainer.live_settings import LiveSettingsTopic, Moment, restore
 from trainer.model_source import check_source
 from trainer.process import TRAINING_THREAD
 from trainer.retained import Retained, retained_dir
+from trainer.retries import Retries
 from trainer.standing import Standing, standing_of
 from trainer.status import StatusBoard
 
@@ -156,15 +161,25 @@ class TrainerDaemon:
         self._clock = ActivityClock()
         self._retained = Retained(retained_dir(settings.run_dir, standing.run_id)) if settings.bus.retain else None
         self._commits = Commits(hub, journal, at_once=live.settings.checkpoint.every_steps == 0)
-        self._assembler = GroupAssembler(on_failed_seat=live.settings.on_failed_seat, min_survivors=live.settings.min_survivors)
+        self._retries = Retries(run_id=standing.run_id, write=journal.write, history=standing.history.retries)
+        gate = AgeGate(
+            rule=lambda: AgeRule.of(live.settings),
+            lineage=Lineage(incarnation=incarnation, origin_version=standing.policy_version),
+            ask=self._retries.ask,
+        )
+        self._assembler = GroupAssembler(
+            on_failed_seat=live.settings.on_failed_seat,
+            min_survivors=live.settings.min_survivors,
+            stale_reason=gate.stale_reason,
+        )
         self._intake = Intake(
             hub,
             groups_per_step=lambda: live.settings.samples_per_step // live.settings.group_size,
-            max_staleness=lambda: live.settings.max_staleness,
-            incarnation=incarnation,
+            gate=gate,
             assembler=self._assembler,
             journal=journal,
             books=Books(standing.counts),
+            bias=BiasBook(standing.bias),
             history=standing.history,
             retained=self._retained,
             is_full=self._bus_is_full,
@@ -183,6 +198,7 @@ class TrainerDaemon:
             rollouter=lambda: hub.rollouter,
             on_step=lambda summary, replayed: self._automatic.take_step(summary, replayed=replayed),
         )
+        self._bias_topic = BiasTopic(hub, self._intake.bias)
         self._rollouter_failed: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._live_settings = LiveSettingsTopic(hub, live, settings_log, moment=self._moment, on_change=self._take_change)
         self._automatic = AutomaticStaleness(live, self._clock, self._live_settings)
@@ -213,6 +229,9 @@ class TrainerDaemon:
                     for work in (
                         self._board.run(),
                         self._automatic.run(),
+                        self._retries.run(self._hub),
+                        self._bias_topic.run(),
+                        self._follow_flights(),
                         self._watch_rollouter(),
                         self._say_what_is_awaited(),
                         self._end_when_drained_at_start(),
@@ -298,6 +317,12 @@ class TrainerDaemon:
             log.info("rollouter is back", rollouter=name)
             self._board.touch()
 
+    async def _follow_flights(self) -> None:
+        """What the rollouter has in flight, and which tasks it has issued again."""
+        async for status in self._hub.watch("rollouter", RollouterStatus):
+            self._retries.take(status.retries_taken)
+            self._intake.take_status(status)
+
     async def _say_what_is_awaited(self) -> None:
         """No silent wait: while the trainer waits, a line every few seconds names what for."""
         while True:
@@ -353,6 +378,7 @@ class TrainerDaemon:
 
     def _touch(self) -> None:
         self._board.touch()
+        self._bias_topic.touch()
 
     async def _say_goodbye(self, end: EndOfRun) -> None:
         """Tell everyone how the run ended and give the rollouter a moment to leave."""
@@ -367,6 +393,7 @@ class TrainerDaemon:
         )
         self._board.enter(TrainerState.ENDED, str(end.reason))
         await self._board.flush()
+        await self._bias_topic.publish()
         await self._hub.publish("end", end)
         if end.message == _STOPPED_AT_ONCE or not self._has_rollouter():
             return

@@ -8,7 +8,7 @@ as dropped with its reason. So a group cannot wedge: every admitted rollout brin
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Literal
@@ -115,6 +115,10 @@ class GroupAssembler:
         """Records that wait for siblings."""
         return sum(len(group.seats) for group in self._open.values())
 
+    def open_groups(self) -> Iterator[Iterable[Lease]]:
+        """What of each open group is there."""
+        return (group.seats.values() for group in self._open.values())
+
     def oldest_open(self) -> tuple[str, tuple[int, ...]] | None:
         """The group open longest and the seats that it still waits for."""
         for (_, group_id), group in self._open.items():
@@ -197,17 +201,4 @@ def make_group(group_id: str, records: Iterable[Lease]) -> Group:
         group_id=group_id,
         members=tuple(lease for lease in leases if isinstance(lease, Leased)),
         closures=tuple(lease for lease in leases if isinstance(lease, LeasedClosure)),
-    )
-
-
-def is_stale(group: Group, *, policy_version: int, incarnation: str, max_staleness: int | None) -> bool:
-    """Whether any member is older than `max_staleness` versions at the moment of decision.
-
-    Version numbers of another incarnation are not compared; such samples are trainable (their behavior logprobs are their own).
-    """
-    if max_staleness is None:
-        return False
-    return any(
-        leased.sample.incarnation == incarnation and policy_version - leased.sample.oldest_version > max_staleness
-        for leased in group.members
     )

@@ -11,18 +11,21 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Protocol
 
 import structlog
 
 from sample_bus.journal import Id, Queued, Record, RecordsDropped, RecordsGone
-from sample_bus.messages import Counts
+from sample_bus.messages import BiasReport, Counts, RollouterStatus
 from sample_bus.position import BusPosition
 from sample_bus.protocols import Consumer, Gone, Lease, LeasedClosure
 from sample_bus.sample import SampleId
+from trainer.age_gate import AgeGate
 from trainer.batch_size import BatchSize
+from trainer.bias import BiasBook
 from trainer.books import Books
-from trainer.groups import Dropped, DropReason, Group, GroupAssembler, described, group_key, is_stale
+from trainer.groups import Dropped, DropReason, Group, GroupAssembler, described, group_key
 from trainer.history import History
 from trainer.plan import Abandoned, Batch, Place, ReplayPlan
 
@@ -47,27 +50,27 @@ class Intake:
         consumer: Consumer,
         *,
         groups_per_step: Callable[[], int],
-        max_staleness: Callable[[], int | None],
-        incarnation: str,
+        gate: AgeGate,
         assembler: GroupAssembler,
         journal: Journal,
         books: Books | None = None,
+        bias: BiasBook | None = None,
         history: History | None = None,
         retained: Keeper | None = None,
         is_full: Callable[[], bool] = lambda: False,
         on_change: Callable[[], None] = lambda: None,
         on_settled: Callable[[], None] = lambda: None,
     ) -> None:
-        """`groups_per_step` and `max_staleness` are asked at each batch; `is_full` says whether the bus takes no more records.
+        """`groups_per_step` and the gate's rule are asked at each batch; `is_full` says whether the bus takes no more records.
         `on_change` is called when counts move, `on_settled` when records were settled."""
         history = history or History()
         self._consumer = consumer
         self._groups_per_step = groups_per_step
-        self._max_staleness = max_staleness
-        self._incarnation = incarnation
+        self._gate = gate
         self._assembler = assembler
         self._journal = journal
         self._books = books or Books()
+        self._bias = bias or BiasBook()
         self._plan = ReplayPlan(history)
         self._known = dict(history.known)
         self._retained = retained
@@ -106,19 +109,33 @@ class Intake:
         async for gone in self._consumer.gone():
             self._lose(gone)
 
-    async def next_batch(self, policy_version: Callable[[], int]) -> Batch:
+    async def next_batch(self, policy_version: Callable[[], int], *, is_last: Callable[[], bool] = lambda: False) -> Batch:
         """A step that is to be taken again, else the oldest whole groups, as many as a step takes; waits for them.
 
-        Groups beyond `max_staleness` are dropped first.
+        Groups that are too old are dropped first. `is_last`: whether a new version follows the step; with on_stale=wait the
+        step is then held for what that version would make too old.
         """
         while True:
-            batch = self._plan.next_batch() if self._plan.is_active else self._fresh_batch(policy_version())
+            version = policy_version()
+            batch = self._plan.next_batch() if self._plan.is_active else self._fresh_batch(version, is_last=is_last())
             if batch is not None:
+                if batch.options is None:
+                    batch = replace(batch, weighting=self._gate.weighting(version))
+                self._gate.taken()
                 self._num_batches += 1
                 self._on_change()
                 return batch
             self._changed.clear()
-            await self._changed.wait()
+            try:
+                async with asyncio.timeout(self._gate.left_s()):
+                    await self._changed.wait()
+            except TimeoutError:
+                pass  # held long enough
+
+    def take_status(self, status: RollouterStatus) -> None:
+        """What the rollouter says of what it has in flight."""
+        if self._gate.take_status(status):
+            self._changed.set()
 
     def note_streams(self, position: BusPosition) -> None:
         """Producers came back. One that has lost its stream opened another, the last of its own in `position`: groups of the
@@ -132,7 +149,8 @@ class Intake:
         """The batch's effect is in the weights."""
         self._consumer.acknowledge([lease.id for group in batch.groups for lease in group.records])
         for group in batch.groups:
-            self._books.train(group)
+            self._books.train(group, num_rolled_back=sum(self._gate.has_lost(leased.sample) for leased in group.members))
+            self._bias.train(group, batch.weighting)
             if batch.replayed:  # not assembled here: what else came for it is late
                 self._drop(self._assembler.close(group_key(group.records[0]), DropReason.DUPLICATE_SEAT))
         self._on_settled()
@@ -149,6 +167,10 @@ class Intake:
         """The trainer's side of the ledger."""
         return self._books.counts(self._consumer.consumer_statistics())
 
+    def bias(self) -> BiasReport:
+        """What was trained against what age cost, since the run began."""
+        return self._bias.report()
+
     def settled_counts(self) -> Counts:
         """The same without what is queued: what belongs to the bus's position."""
         return self._books.settled(self._consumer.consumer_statistics())
@@ -157,6 +179,8 @@ class Intake:
         """What the next batch still lacks, in words."""
         if self._plan.is_active:
             return self._plan.awaits()
+        if self._gate.awaits is not None:
+            return f"{self._gate.awaits}, at most {self._gate.left_s() or 0.0:.0f} s more"
         text = f"groups {len(self._ready)} of {self._groups_per_step()}, records in open groups {self._assembler.num_waiting}"
         oldest = self._assembler.oldest_open()
         if oldest is not None:
@@ -164,11 +188,14 @@ class Intake:
             text += f", oldest open group {group_id} lacks seats {list(seats)}"
         return text
 
-    def _fresh_batch(self, policy_version: int) -> Batch | None:
+    def _fresh_batch(self, policy_version: int, *, is_last: bool) -> Batch | None:
         self._drop_stale(policy_version)
         wanted = self._groups_per_step()
-        size = self._size.choose(wanted, ready=len(self._ready), is_full=self._is_full())
+        is_full = self._is_full()
+        size = self._size.choose(wanted, ready=len(self._ready), is_full=is_full)
         if size is None:
+            return None
+        if is_last and not is_full and self._is_held(size, policy_version):
             return None
         if size < wanted:
             log.warning("the bus is full: a smaller batch makes room for the size that was set", groups=size, of=wanted)
@@ -285,20 +312,25 @@ class Intake:
             self._seat(lease)
         self._changed.set()
 
+    def _is_held(self, size: int, policy_version: int) -> bool:
+        return self._gate.holds(self._ready, self._assembler.open_groups(), policy_version=policy_version, groups_per_step=size)
+
     def _drop_stale(self, policy_version: int) -> None:
-        fresh: deque[Group] = deque()
+        fresh: list[Group] = []
         for group in self._ready:
-            if is_stale(
-                group, policy_version=policy_version, incarnation=self._incarnation, max_staleness=self._max_staleness()
-            ):
-                self._drop(Dropped(reason=DropReason.STALE, records=group.records))
-            else:
+            reason = self._gate.drop_reason(group, policy_version)
+            if reason is None:
                 fresh.append(group)
-        self._ready = fresh
+            else:
+                self._drop(Dropped(reason=reason, records=group.records))
+        self._ready = deque(self._gate.ordered(fresh))
 
     def _drop(self, dropped: Dropped) -> None:
         if not dropped.records:
             return
+        if dropped.reason is DropReason.STALE_RETRIED:
+            for group_id, task_id in {(who.group_id, who.task_id) for who in map(described, dropped.records)}:
+                self._gate.ask(group_id, task_id)
         self._journal.write(
             RecordsDropped(
                 at=time.time(),
@@ -309,6 +341,7 @@ class Intake:
         )
         self._consumer.acknowledge([lease.id for lease in dropped.records], dropped=True)
         self._books.drop(dropped)
+        self._bias.drop(dropped)
         log.info(
             "samples dropped",
             reason=str(dropped.reason),

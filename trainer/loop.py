@@ -27,6 +27,8 @@ from sample_bus.messages import TrainerState
 from sample_bus.protocols import Consumer, Leased
 from sample_bus.sample import Sample
 from trainer.advantages import group_advantages
+from trainer.aged import weights_of
+from trainer.bias import row_of
 from trainer.checkpoint import DIRECTORY, Part, save_checkpoint
 from trainer.clock import Activity, ActivityClock
 from trainer.commits import Commits
@@ -164,6 +166,7 @@ class TrainingLoop:
             policy_version=self.policy_version,
             position=self._consumer.position(),
             counts=self._intake.settled_counts(),
+            bias=self._intake.bias(),
         )
         root = self._settings.run_dir / DIRECTORY
         keep = self._live.settings.checkpoint.keep
@@ -197,7 +200,7 @@ class TrainingLoop:
     async def _wait_for_batch(self) -> Batch | None:
         self._board.enter(TrainerState.WAITING, f"samples of step {self._step + 1}")
         with self._clock.during(Activity.WAITING):
-            batch = asyncio.ensure_future(self._intake.next_batch(self._decide))
+            batch = asyncio.ensure_future(self._intake.next_batch(self._decide, is_last=self._ends_version))
             drained = asyncio.ensure_future(self._drain.wait())
             try:
                 await asyncio.wait((batch, drained), return_when=asyncio.FIRST_COMPLETED)
@@ -210,6 +213,10 @@ class TrainingLoop:
         """The intake decides on a batch in this moment: its step takes the settings of now, and is of the version of now."""
         self._decided = (self._live.settings, self._live.revision)
         return self.policy_version
+
+    def _ends_version(self) -> bool:
+        """Whether a new version follows the next step, and steps that could still take something follow that."""
+        return self._account.sync_step <= self._step + 1 < self._settings.num_steps
 
     async def _train(self, batch: Batch) -> None:
         step = self._step + 1
@@ -226,6 +233,7 @@ class TrainingLoop:
                 samples=plain_ids([leased.id for leased in members]),
                 closures=plain_ids([lease.id for group in batch.groups for lease in group.closures]),
                 options=step_options(settings),
+                weighting={} if batch.weighting is None else batch.weighting.as_plain(),
             )
         )
         with self._clock.during(Activity.WAITING):
@@ -235,8 +243,12 @@ class TrainingLoop:
         samples = [leased.sample for leased in members]
         advantages = advantages_of(samples, settings.trainer)
         options = options_of(settings.trainer)
+        weights = weights_of(batch.weighting, samples)
+        queued_s = [time.time() - leased.received_at for leased in members]
         with self._clock.during(Activity.TRAINING):
-            report: StepReport = await self._in_thread(lambda: train_step(self._policy, samples, advantages, options))
+            report: StepReport = await self._in_thread(
+                lambda: train_step(self._policy, samples, advantages, options, weights=weights)
+            )
         self._step = step
         self._journal.write(
             StepTrained(
@@ -249,9 +261,11 @@ class TrainingLoop:
             )
         )
         self._intake.settle_trained(batch)
-        self._record(members, report, time.monotonic() - started, replayed=batch.replayed)
+        self._record(members, report, time.monotonic() - started, queued_s=queued_s, replayed=batch.replayed)
 
-    def _record(self, members: Sequence[Leased], report: StepReport, seconds: float, *, replayed: bool) -> None:
+    def _record(
+        self, members: Sequence[Leased], report: StepReport, seconds: float, *, queued_s: Sequence[float], replayed: bool
+    ) -> None:
         samples = [leased.sample for leased in members]
         summary = summary_of(
             samples, report, step=self._step, policy_version=self.policy_version, seconds=seconds, now=time.time()
@@ -267,6 +281,9 @@ class TrainingLoop:
             "samples_trained": counts.trained,
             "samples_dropped": sum(counts.dropped.values()),
             "seats_closed": counts.closed,
+            "queued_s_mean": float(np.mean(queued_s)),
+            "queued_s_max": max(queued_s),
+            **row_of(self._intake.bias()),
             **{f"seconds_{activity}": spent for activity, spent in self._clock.seconds().items()},
         }
         self._tracker.write("train", self._step, row)

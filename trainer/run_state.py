@@ -7,13 +7,13 @@ covers had their effect on the weights beside it.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from pydantic import ValidationError
 
 from sample_bus.errors import WireError
-from sample_bus.messages import Counts
+from sample_bus.messages import BiasReport, Counts
 from sample_bus.position import BusPosition
 from trainer.errors import CheckpointError
 
@@ -32,11 +32,18 @@ class RunState:
     position: BusPosition
     counts: Counts
     """Settled ones only (`Books.settled`)."""
+    bias: BiasReport = field(default_factory=BiasReport)
 
     def as_plain(self) -> dict[str, Any]:
         """For JSON."""
-        plain = {name: value for name, value in asdict(self).items() if name not in ("position", "counts")}
-        return {"format": FORMAT, **plain, "position": self.position.as_plain(), "counts": self.counts.model_dump(mode="json")}
+        plain = {name: getattr(self, name) for name in ("run_id", "incarnation", "step", "policy_version")}
+        return {
+            "format": FORMAT,
+            **plain,
+            "position": self.position.as_plain(),
+            "counts": self.counts.model_dump(mode="json"),
+            "bias": self.bias.model_dump(mode="json"),
+        }
 
     @classmethod
     def from_plain(cls, plain: Mapping[str, Any], where: str) -> RunState:
@@ -51,6 +58,7 @@ class RunState:
                 policy_version=int(plain["policy_version"]),
                 position=BusPosition.from_plain(plain["position"]),
                 counts=Counts.model_validate(plain["counts"]),
+                bias=BiasReport.model_validate(plain.get("bias", {})),
             )
         except (KeyError, TypeError, ValueError, WireError, ValidationError) as error:
             raise CheckpointError(f"{where}: no state of a run: {type(error).__name__} {error}") from error

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from configs.schema import Settings
 from sample_bus.journal import TRAINER_FILE, journal_dir, read_journal
-from sample_bus.messages import Counts
+from sample_bus.messages import BiasReport, Counts
 from sample_bus.position import BusPosition
 from trainer.checkpoint import DIRECTORY, Checkpoint, choose
 from trainer.history import History, history_of
@@ -28,6 +28,7 @@ class Standing:
     policy_version: int
     position: BusPosition
     counts: Counts
+    bias: BiasReport
     history: History
 
 
@@ -51,5 +52,6 @@ def standing_of(settings: Settings) -> Standing:
         policy_version=checkpoint.state.policy_version if checkpoint is not None else 0,
         position=position,
         counts=own.state.counts if own is not None else Counts(),
+        bias=own.state.bias if own is not None else BiasReport(),
         history=history_of(read_journal(journal_path), step=step, position=position),
     )

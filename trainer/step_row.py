@@ -63,6 +63,7 @@ def metrics_row(samples: Sequence[Sample], summary: StepSummary, report: StepRep
         "num_computed_tokens": report.num_computed_tokens,
         "num_microbatches": report.num_microbatches,
         "skipped": int(report.skipped),
+        "stale_weight_mean": report.stale_weight_mean,
         "forward_backward_s": report.forward_backward_s,
         "optimizer_s": report.optimizer_s,
         "admitted_revision_min": int(revisions.min()),

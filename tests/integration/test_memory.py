@@ -15,6 +15,8 @@ from configs.schema import BusSettings
 from sample_bus.journal_writer import JournalWriter
 from sample_bus.open import open_hub, open_link
 from tests.fakes.samples import make_sample
+from trainer.age_gate import AgeGate
+from trainer.aged import AgeRule, Lineage
 from trainer.groups import GroupAssembler
 from trainer.intake import Intake
 
@@ -67,8 +69,7 @@ async def test_memory_is_flat_over_twenty_thousand_long_samples(tmp_path: Path) 
             intake = Intake(
                 hub,
                 groups_per_step=lambda: SAMPLES_PER_STEP // GROUP_SIZE,
-                max_staleness=lambda: None,
-                incarnation="first",
+                gate=AgeGate(rule=AgeRule, lineage=Lineage(incarnation="first")),
                 assembler=GroupAssembler(),
                 journal=JournalWriter(tmp_path / "trainer.log"),
             )

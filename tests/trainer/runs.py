@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,15 +11,19 @@ from typing import Any
 
 from sample_bus.journal import Record, Saved, StepBegan, StepTrained, TrainerBegan, read_journal
 from sample_bus.journal_writer import JournalWriter
-from sample_bus.messages import Counts
+from sample_bus.messages import BiasReport, Counts
 from sample_bus.position import BusPosition
 from tests.fakes.fake_consumer import FakeConsumer, FakeStreams
 from tests.fakes.samples import make_closed, make_sample
+from trainer.age_gate import AgeGate
+from trainer.aged import AgeRule, Lineage
+from trainer.bias import BiasBook
 from trainer.books import Books
 from trainer.groups import GroupAssembler
 from trainer.history import history_of
 from trainer.intake import Intake, plain_ids
 from trainer.plan import Batch
+from trainer.retries import Retries
 
 GROUP_SIZE = 2
 GROUPS_PER_STEP = 2
@@ -32,6 +36,8 @@ class SavedRun:
     step: int = 0
     position: BusPosition = field(default_factory=BusPosition)
     counts: Counts = field(default_factory=Counts)
+    version: int = 0
+    bias: BiasReport = field(default_factory=BiasReport)
 
 
 @dataclass(slots=True)
@@ -42,12 +48,15 @@ class Trainer:
     intake: Intake
     journal: JournalWriter
     step: int
-    version: int = 0
+    version: int
+    retries: Retries
+    ends_version: bool = False
+    """Whether a new version follows the next step."""
 
     async def begin_step(self) -> Batch:
         """Wait for a batch and write it down, as the loop does."""
         async with asyncio.timeout(30):
-            batch = await self.intake.next_batch(lambda: self.version)
+            batch = await self.intake.next_batch(lambda: self.version, is_last=lambda: self.ends_version)
         self.journal.write(
             StepBegan(
                 at=0.0,
@@ -56,6 +65,7 @@ class Trainer:
                 samples=plain_ids([one.id for group in batch.groups for one in group.members]),
                 closures=plain_ids([one.id for group in batch.groups for one in group.closures]),
                 options={"trainer.learning_rate": 0.1},
+                weighting={} if batch.weighting is None else batch.weighting.as_plain(),
             )
         )
         return batch
@@ -73,7 +83,13 @@ class Trainer:
         self.intake.settle_trained(batch)
 
     def save(self) -> SavedRun:
-        saved = SavedRun(step=self.step, position=self.consumer.position(), counts=self.intake.settled_counts())
+        saved = SavedRun(
+            step=self.step,
+            position=self.consumer.position(),
+            counts=self.intake.settled_counts(),
+            version=self.version,
+            bias=self.intake.bias(),
+        )
         self.journal.write(Saved(at=0.0, step=self.step, policy_version=self.version, position=saved.position.as_plain()))
         return saved
 
@@ -94,6 +110,7 @@ async def trainer(
     max_staleness: int | None = None,
     groups_per_step: int = GROUPS_PER_STEP,
     incarnation: str = "first",
+    rule: Callable[[], AgeRule] | None = None,
     **options: Any,
 ) -> AsyncIterator[Trainer]:
     """A trainer that goes on from `saved`; leaving is a kill: nothing is closed in good order."""
@@ -105,26 +122,32 @@ async def trainer(
             at=0.0,
             incarnation=incarnation,
             step=saved.step,
-            policy_version=0,
+            policy_version=saved.version,
             position=saved.position.as_plain(),
             counts=saved.counts.model_dump(mode="json"),
         )
     )
     consumer = FakeConsumer(streams, saved.position)
+    retries = Retries(run_id="run", write=journal.write, history=history.retries)
+    gate = AgeGate(
+        rule=rule or (lambda: AgeRule(max_staleness=max_staleness)),
+        lineage=Lineage(incarnation=incarnation, origin_version=saved.version),
+        ask=retries.ask,
+    )
     intake = Intake(
         consumer,
         groups_per_step=lambda: groups_per_step,
-        max_staleness=lambda: max_staleness,
-        incarnation=incarnation,
-        assembler=GroupAssembler(**options),
+        gate=gate,
+        assembler=GroupAssembler(stale_reason=gate.stale_reason, **options),
         journal=journal,
         books=Books(saved.counts),
+        bias=BiasBook(saved.bias),
         history=history,
     )
     running = [asyncio.ensure_future(intake.run()), asyncio.ensure_future(intake.follow_losses())]
     consumer.connect()
     try:
-        yield Trainer(consumer, intake, journal, saved.step)
+        yield Trainer(consumer, intake, journal, saved.step, saved.version, retries)
     finally:
         for task in running:
             task.cancel()

@@ -104,6 +104,7 @@ def test_a_task_is_issued_again_a_bounded_number_of_times(name: str, reason: Dro
     """B34"""
     assert rule(OnStale.RETRY, max_requeues=2).reason_for(name) is reason
     assert rule(OnStale.DROP, max_requeues=2).reason_for(name) is DropReason.STALE
+    assert rule(OnStale.RETRY, max_requeues=2).reason_for("a foreign name") is DropReason.STALE
 
 
 # ── downweight ───────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -148,7 +149,7 @@ def test_all_count_whole_under_every_other_setting() -> None:
 
 def wait(on_stale: OnStale = OnStale.WAIT, **changes: Any) -> Awaited | None:
     """At version 6 with bound 2: version 7 makes what is older than version 5 too old."""
-    around: dict[str, Any] = {"ready": [], "open_records": [], "oldest_in_flight": None, "groups_per_step": 2}
+    around: dict[str, Any] = {"ready": [], "open_groups": [], "oldest_in_flight": None, "groups_per_step": 2}
     return awaited(rule(on_stale), policy_version=6, **(around | changes))
 
 
@@ -160,9 +161,13 @@ def test_a_version_is_held_for_rollouts_that_it_would_make_too_old() -> None:
 
 
 def test_a_version_is_held_for_the_siblings_of_what_it_would_make_too_old() -> None:
-    held = wait(open_records=[4, 4, 5, NO_VERSION], oldest_in_flight=6)
+    held = wait(open_groups=[4, 4, 5, None], oldest_in_flight=6)
     assert held is not None
-    assert str(held).endswith("for the siblings of 2 records")
+    assert str(held).endswith("for the missing seats of 2 groups")
+
+
+def test_nothing_is_awaited_that_is_too_old_already() -> None:
+    assert wait(open_groups=[3], oldest_in_flight=3) is None
 
 
 def test_nothing_is_awaited_that_the_step_could_not_take() -> None:
@@ -172,7 +177,7 @@ def test_nothing_is_awaited_that_the_step_could_not_take() -> None:
 
 @pytest.mark.parametrize("on_stale", [one for one in OnStale if one is not OnStale.WAIT])
 def test_no_other_setting_holds_a_version(on_stale: OnStale) -> None:
-    assert wait(on_stale, oldest_in_flight=0, open_records=[0]) is None
+    assert wait(on_stale, oldest_in_flight=4, open_groups=[4]) is None
 
 
 @given(st.lists(st.one_of(st.none(), versions), max_size=6))

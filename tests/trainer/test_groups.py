@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from sample_bus.protocols import Lease, Leased, LeasedClosure
 from tests.fakes.samples import lease, lease_closed, make_closed, make_sample
-from trainer.groups import Dropped, DropReason, Group, GroupAssembler, OnFailedSeat, is_stale
+from trainer.groups import Dropped, DropReason, Group, GroupAssembler, OnFailedSeat
 
 
 def _member(group: int, seat: int, seq: int, *, size: int = 2, epoch: int = 1, version: int = 0) -> Leased:
@@ -130,15 +130,6 @@ def test_groups_of_a_producers_lost_stream_are_given_up() -> None:
     lost = assembler.close_other_epochs("rollouter", 2)
     assert [one.id.epoch for one in lost.records] == [1]
     assert assembler.num_open == 1
-
-
-def test_staleness_counts_from_the_oldest_version_and_never_across_incarnations() -> None:
-    """B30: age is judged when the batch is taken, time in the queue included."""
-    group = Group(group_id="g0", members=(_member(0, 0, 0, version=3), _member(0, 1, 1, version=5)))
-    assert not is_stale(group, policy_version=7, incarnation="first", max_staleness=4)
-    assert is_stale(group, policy_version=8, incarnation="first", max_staleness=4)
-    assert not is_stale(group, policy_version=8, incarnation="first", max_staleness=None)
-    assert not is_stale(group, policy_version=8, incarnation="second", max_staleness=4)
 
 
 EVENTS = st.lists(

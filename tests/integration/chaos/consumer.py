@@ -28,6 +28,8 @@ from sample_bus.protocols import Hub
 from tests.integration.chaos import rollouts
 from tests.integration.chaos.weights import Weights
 from tests.sample_bus.conformance.places import Place
+from trainer.age_gate import AgeGate
+from trainer.aged import AgeRule, Lineage
 from trainer.books import Books
 from trainer.checkpoint import DIRECTORY, load, save_checkpoint
 from trainer.commits import Commits
@@ -59,8 +61,7 @@ class Trainer:
         self._intake = Intake(
             hub,
             groups_per_step=lambda: settings.samples_per_step // settings.group_size,
-            max_staleness=lambda: None,
-            incarnation=incarnation,
+            gate=AgeGate(rule=AgeRule, lineage=Lineage(incarnation=incarnation)),
             assembler=GroupAssembler(on_failed_seat=settings.on_failed_seat, min_survivors=settings.min_survivors),
             journal=journal,
             books=Books(standing.counts),
