@@ -107,6 +107,10 @@ class VllmClient:
             return False
         return True
 
+    async def metrics(self, *, timeout_s: float) -> str:
+        """What the server tells of itself, as Prometheus text; without vLLM's own numbers where it keeps no statistics."""
+        return (await self._call("GET", "/metrics", timeout_s=timeout_s, what="metrics")).decode(errors="replace")
+
     async def pause(self, mode: PauseMode, *, clear_cache: bool, timeout_s: float | None = None) -> None:
         """Stop scheduling at a token boundary: `keep` freezes requests, `wait` lets them finish first, `abort` ends them with
         what they have. Requests that come meanwhile wait."""

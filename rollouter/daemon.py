@@ -80,6 +80,7 @@ def open_pool(
         socket_dir=socket_dir(settings),
         log_dir=settings.run_dir / "logs",
         partial_rollout=lambda: live().partial_rollout,
+        live=live,
         on_change=on_change,
         on_round_result=on_round_result,
     )

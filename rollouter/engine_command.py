@@ -51,7 +51,8 @@ def server_arguments(settings: EngineSettings, *, model_dir: str, dtype: str, so
         "--skip-tokenizer-init",  # ids only; the stop tokens come with each request
         *("--worker-extension-cls", WORKER_EXTENSION),
         *("--weight-transfer-config", json.dumps({"backend": WEIGHT_BACKEND})),
-        *("--disable-log-stats", "--disable-uvicorn-access-log", "--uvicorn-log-level", "warning", "--disable-fastapi-docs"),
+        *(() if settings.adaptive_requests else ("--disable-log-stats",)),
+        *("--disable-uvicorn-access-log", "--uvicorn-log-level", "warning", "--disable-fastapi-docs"),
     ]
     if on_gpu:
         arguments += ["--gpu-memory-utilization", str(settings.gpu_memory_utilization)]
@@ -83,6 +84,7 @@ def server_environment(
         "TRANSFORMERS_OFFLINE": "1",
         "VLLM_NO_USAGE_STATS": "1",
         "DO_NOT_TRACK": "1",
+        "VLLM_LOG_STATS_INTERVAL": "3600",  # where statistics are kept, they are asked for
         "VLLM_SERVER_DEV_MODE": "1",  # the routes for pausing and for weights
         "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": "60",
         "VLLM_CONFIGURE_LOGGING": "1",

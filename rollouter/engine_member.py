@@ -55,11 +55,13 @@ class Member:
     """State and operations of one engine. The pool serialises rounds by `round_lock`."""
 
     def __init__(self, name: str, client: VllmClient, *, server: EngineServer | None, max_requests: int) -> None:
-        """`server` is None for an engine that was started elsewhere."""
+        """`server` is None for an engine that was started elsewhere; `max_requests` is what it decodes together."""
         self.name = name
         self.client = client
         self.server = server
-        self.max_requests = max_requests
+        self._max_requests = max_requests
+        self.limit: Callable[[], int] = lambda: max_requests
+        """Asked before each request: how many it may have at once now; never taken for more than it decodes together."""
         self.state = EngineState.STARTING
         self.held: Held | None = None
         self.fresh: Held | None = None
@@ -85,6 +87,11 @@ class Member:
         return self.state not in (EngineState.STARTING, EngineState.DEAD)
 
     @property
+    def max_requests(self) -> int:
+        """Requests that it may have at once now; at least one."""
+        return max(1, min(self._max_requests, self.limit()))
+
+    @property
     def in_flight(self) -> int:
         """Requests that are with the engine."""
         return self._in_flight
@@ -107,6 +114,7 @@ class Member:
             state=self.state.value,
             policy_version=None if self.held is None else self.held.policy_version,
             num_running=self.in_flight,
+            max_requests=self.max_requests,
             last_pause_ms=self.last_pause_ms,
         )
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import resource
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -20,9 +21,10 @@ from agent_loop.errors import BadGeneration, EngineError, EngineUnavailable
 from agent_loop.vllm_client import VllmClient, logprobs_follow_temperature
 from configs.cpu import core_shares
 from configs.gpu import gpu_shares, visible_gpus
-from configs.schema import EngineSettings, WeightSyncSettings
+from configs.schema import EngineSettings, Settings, WeightSyncSettings
 from rollouter.engine_command import engine_shares
 from rollouter.engine_errors import EnginesLost, EngineStartError
+from rollouter.engine_limits import EngineLimits
 from rollouter.engine_member import EngineState, Held, Member, PartialRollout, WaitStaged
 from rollouter.engine_round import bring
 from rollouter.engine_seats import Seats
@@ -55,11 +57,13 @@ class EnginePool:
         socket_dir: Path,
         log_dir: Path,
         partial_rollout: Callable[[], PartialRollout],
+        live: Callable[[], Settings] | None = None,
         on_change: Callable[[], None] = lambda: None,
         on_round_result: Callable[[RoundResult], None] = lambda result: None,
     ) -> None:
         """`on_change` is called on the event loop after any change of `statuses()`; `on_round_result` with the outcome when an
-        engine catches up by itself (the outcomes of `sync` are returned by it). `partial_rollout` is asked at each pause."""
+        engine catches up by itself (the outcomes of `sync` are returned by it). `partial_rollout` is asked at each pause.
+        `live` gives the settings in force, for the number of requests of an engine; None: as many as it decodes together."""
         self._settings = engine
         self._weight_sync = weight_sync
         self._partial_rollout = partial_rollout
@@ -68,6 +72,7 @@ class EnginePool:
         self._ray: RayDriver | None = None
         self._members = self._make_members(socket_dir, log_dir)
         self._seats = Seats(self._members)
+        self._limits = None if live is None else EngineLimits(self._members, self._seats, live, on_change=self._touch)
         self._newest: tuple[WeightRound, WaitStaged] | None = None
         self._alive = asyncio.Event()
         self._generated_tokens = 0
@@ -113,7 +118,7 @@ class EnginePool:
         Raises EngineStartError; what was started is ended by `close`.
         """
         self._model = (model_dir, dtype)
-        _allow_connections(sum(member.max_requests for member in self._members))
+        _allow_connections(self._settings.max_num_seqs * len(self._members))
         try:
             async with asyncio.TaskGroup() as group:
                 for member in self._members:
@@ -169,7 +174,11 @@ class EnginePool:
         Raises EnginesLost once no engine is left and none may be started again; requests that wait get it too.
         """
         async with asyncio.TaskGroup() as group:
+            limiting = None if self._limits is None else group.create_task(self._limits.run())
             watched = [group.create_task(self._watch(member)) for member in self._members]
+            await asyncio.wait(watched)
+            if limiting is not None:
+                limiting.cancel()
         error = EnginesLost("no engine is left; " + "; ".join(task.result() for task in watched))
         self._seats.fail(error)
         raise error
@@ -323,6 +332,7 @@ class EnginePool:
         num_doubts = member.num_doubts
         asked = member.held
         assert asked is not None, f"{member.name} serves without weights"
+        started_at = time.monotonic()
         try:
             generation = await member.client.generate(prompt_ids, sampling, request_id=request_id, cache_salt=asked.cache_salt)
         except EngineUnavailable:
@@ -336,6 +346,8 @@ class EnginePool:
         if (generation.versions == NO_VERSION).any():
             raise BadGeneration(f"request {request_id}: {member.name} sampled with weights that no round brought")
         self._generated_tokens += int(generation.token_ids.size)
+        if self._limits is not None:
+            self._limits.took(member, time.monotonic() - started_at, int(generation.token_ids.size))
         return with_provenance(generation, asked=asked, held=member.held or asked, fresh=member.fresh)
 
     # ── what is seen from outside ────────────────────────────────────────────────────────────────────────────────────

@@ -49,6 +49,8 @@ class FakeVllm:
     """So many next resets of the prefix cache fail: blocks are in use."""
     cached: dict[str, str] = field(default_factory=dict)
     """Cache salt to the label of the weights that computed what is cached for it."""
+    kv_requests: int | None = None
+    """Requests for which the KV cache has room, as `/metrics` tells it; None: it keeps no statistics."""
     label: str = "default"
     loaded: int | None = None
     staged: int | None = None
@@ -119,6 +121,8 @@ class FakeVllm:
                 return await self._generate(body)
             case "/health":
                 return web.Response()
+            case "/metrics":
+                return web.Response(text=self._metrics())
             case "/pause":
                 await self._pause(request.query["mode"])
                 return web.json_response({"status": "paused"})
@@ -216,6 +220,17 @@ class FakeVllm:
         response = self.shape_response({"choices": [choice | {"weight_versions": spans or None}]})
         text = response if isinstance(response, str) else json.dumps(response)
         return web.Response(text=text, content_type="application/json")
+
+    def _metrics(self) -> str:
+        if self.kv_requests is None:
+            return "python_info 1.0\n"
+        running = min(self.active, self.kv_requests)
+        return (
+            f'vllm:num_requests_running{{engine="0"}} {running:.1f}\n'
+            f'vllm:num_requests_waiting{{engine="0"}} {self.active - running:.1f}\n'
+            f'vllm:kv_cache_usage_perc{{engine="0"}} {running / self.kv_requests}\n'
+            'vllm:num_preemptions_total{engine="0"} 0.0\n'
+        )
 
     async def _pause(self, mode: str) -> None:
         if mode == "wait":
