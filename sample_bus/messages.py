@@ -6,10 +6,11 @@ Everything is validated on decode: pydantic, unknown keys refused.
 
 from __future__ import annotations
 
+import math
 from enum import StrEnum
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 
 class Message(BaseModel):
@@ -362,6 +363,15 @@ class ChangeSettings(Message):
     """Refused if the revision has moved; None: no check."""
     dry_run: bool = False
     """Only say what would change."""
+
+    @field_validator("values")
+    @classmethod
+    def _finite(cls, values: dict[str, Any]) -> dict[str, Any]:
+        """What is no number must not become null on its way."""
+        for key, value in values.items():
+            if isinstance(value, float) and not math.isfinite(value):
+                raise ValueError(f"{key}: got {value!r}, expected a finite number")
+        return values
 
 
 class RevertSettings(Message):
