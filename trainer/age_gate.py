@@ -84,7 +84,7 @@ class AgeGate:
     ) -> bool:
         """Whether the step, which has all that it needs and is the last at `policy_version`, waits for aged groups."""
         rule = self._rule()
-        self.awaits = awaited(
+        lacks = awaited(
             rule,
             policy_version=policy_version,
             ready=[oldest_of(group, self._lineage) for group in ready],
@@ -92,22 +92,27 @@ class AgeGate:
             oldest_in_flight=self._oldest_in_flight,
             groups_per_step=groups_per_step,
         )
-        if self.awaits is None:
+        if lacks is None:
             return False
         now = self._clock()
         if self._held_since is None:
             self._held_since = now
-            log.info("step is held", awaits=str(self.awaits), at_most_s=rule.wait_s)
+            log.info("step is held", awaits=str(lacks), at_most_s=rule.wait_s)
         if now - self._held_since < rule.wait_s:
+            self.awaits = lacks
             return True
-        log.warning("step is held no longer: what comes now will be too old", awaited=str(self.awaits), after_s=rule.wait_s)
+        log.warning("step is held no longer: what comes now will be too old", awaited=str(lacks), after_s=rule.wait_s)
         return False
 
     def left_s(self) -> float | None:
         """Seconds until the step is held no longer; None: it is not held."""
-        if self._held_since is None:
+        if self._held_since is None or self.awaits is None:
             return None
         return max(0.0, self._held_since + self._rule().wait_s - self._clock())
+
+    def decide(self) -> None:
+        """A decision begins: whether the step is held is open again."""
+        self.awaits = None
 
     def taken(self) -> None:
         """A batch was handed out."""

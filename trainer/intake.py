@@ -189,6 +189,7 @@ class Intake:
         return text
 
     def _fresh_batch(self, policy_version: int, *, is_last: bool) -> Batch | None:
+        self._gate.decide()
         self._drop_stale(policy_version)
         wanted = self._groups_per_step()
         is_full = self._is_full()
