@@ -110,11 +110,16 @@ async def _commit(
     member.state = EngineState.UPDATING
     on_change()
     num_in_flight = member.in_flight
-    closed_at = paused_at = time.monotonic()
-    try:
-        if mode == "finish":
+    closed_at = time.monotonic()
+    if mode == "finish":
+        try:
             await _drain(member, drain_timeout_s)
-        paused_at = time.monotonic()
+        except BaseException:
+            member.settle()
+            on_change()
+            raise
+    paused_at = time.monotonic()
+    try:
         try:
             await member.client.pause("keep" if mode == "keep" else "abort", clear_cache=False)
             await _load(member.client, announced, settings, reset_cache=mode != "keep")
@@ -144,7 +149,8 @@ async def _commit(
 
 
 async def _drain(member: Member, timeout_s: float) -> None:
-    """Until no request is with the engine; each ends by itself by `engine.request_timeout_s`. Raises EngineUnavailable."""
+    """Until no request is with the engine; each ends by `engine.request_timeout_s`. Raises EngineUnavailable: nothing is wrong
+    with the engine, which serves on and is asked again."""
     try:
         async with asyncio.timeout(timeout_s):
             await member.idle.wait()

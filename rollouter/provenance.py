@@ -5,7 +5,8 @@ Invariant: a run is marked `kept_cache=0` only if the run's own version computed
 A request that an engine froze over a commit goes on with its cache: all its runs but the first are marked by the decoder. The
 first is clean when it bears the version for which the request was made, since each version has a cache salt of its own. A
 request that was on its way when the engine paused bears the salt of the version before, under which siblings' prompts may lie
-cached; unless the commit emptied the prefix cache, its first run is marked too.
+cached; unless the commit emptied the prefix cache, its first run is marked too. Across a change of trainers nothing is called
+clean: the engine labels runs by numbers, which two trainers may both have given.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ def with_provenance(generation: Generation, *, asked: Held, held: Held, fresh: H
     if not generation.versions.size:
         return generation
     first = int(generation.versions[0])
-    is_own = first == asked.policy_version and held.incarnation == asked.incarnation
-    is_fresh = fresh is not None and fresh.incarnation == held.incarnation and fresh.policy_version == first
-    if is_own or is_fresh:
+    if held.incarnation == asked.incarnation and (
+        first == asked.policy_version or replace(asked, policy_version=first) == fresh
+    ):
         return generation
     return replace(generation, kept_cache=np.ones(generation.versions.size, np.uint8))

@@ -12,12 +12,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from agent_loop.engine import Generation, SamplingParams
+from agent_loop.engine import NO_VERSION, Generation, SamplingParams
 from agent_loop.errors import BadGeneration, EngineUnavailable, RequestRefused
+from agent_loop.session import Session
 from configs.schema import EngineSettings, WeightSyncSettings
 from rollouter.engine_errors import EngineStartError
+from rollouter.engine_member import PartialRollout
 from rollouter.engine_pool import EnginePool
 from sample_bus.messages import RoundResult
+from tests.agent_loop.scripted import Letters
 from tests.fakes.fake_vllm import FakeVllm
 from tests.fakes.fake_weights import FakeRounds
 
@@ -33,6 +36,7 @@ class Setting:
         self.pool = pool
         self.rounds = rounds
         self.caught_up = results
+        self.mode: PartialRollout = "keep"
 
     async def sync(self, version: int) -> list[RoundResult]:
         return await self.pool.sync(self.rounds.round(version), self.rounds.wait_staged)
@@ -55,6 +59,7 @@ async def opened(
 ) -> AsyncIterator[Setting]:
     rounds = FakeRounds()
     results: list[RoundResult] = []
+    made: list[Setting] = []
     async with AsyncExitStack() as stack:
         servers = [FakeVllm(socket=tmp_path / f"e{index}", on_stage=rounds.report) for index in range(num_engines)]
         for server in servers:
@@ -65,16 +70,18 @@ async def opened(
         )
         pool = EnginePool(
             settings, WeightSyncSettings(round_timeout_s=5.0), socket_dir=tmp_path, log_dir=tmp_path,
-            partial_rollout=lambda: mode,
+            partial_rollout=lambda: made[0].mode,
             on_round_result=results.append,
         )  # fmt: skip
         stack.push_async_callback(pool.close)
+        made.append(Setting(servers, pool, rounds, results))
+        made[0].mode = mode
         if start:
             await pool.start("/model", "float32")
             supervision = asyncio.create_task(pool.supervise())
             stack.callback(supervision.cancel)
         async with asyncio.timeout(WAIT_S):
-            yield Setting(servers, pool, rounds, results)
+            yield made[0]
 
 
 async def eventually(holds: Callable[[], bool]) -> None:
@@ -372,3 +379,144 @@ async def test_a_closed_pool_answers_whoever_waits(tmp_path: Path) -> None:
         await s.pool.close()
         with pytest.raises(EngineUnavailable, match="being closed"):
             await waiting
+
+
+# ── partial rollout ──────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("mode", ["recompute", "finish"])
+async def test_the_prefix_cache_is_emptied_after_the_load_and_before_the_stamp(tmp_path: Path, mode: PartialRollout) -> None:
+    """B06, B10: one pause, one resume, in this order."""
+    async with opened(tmp_path, mode=mode) as s:
+        s.servers[0].calls.clear()
+        await s.sync(3)
+        assert [path.removeprefix("/") for path in s.servers[0].calls] == [
+            "collective_rpc",
+            "pause",
+            "start_weight_update",
+            "update_weights",
+            "reset_prefix_cache",
+            "finish_weight_update",
+            "collective_rpc",
+            "resume",
+        ]
+
+
+async def test_recompute_ends_the_requests_in_flight_and_a_session_goes_on_with_what_is_left(tmp_path: Path) -> None:
+    """B68, B36: three syncs inside one turn; 40 tokens in all, each run on a cache of its own version."""
+    async with opened(tmp_path, mode="recompute") as s:
+        await s.sync(0)
+        server = s.servers[0]
+        server.token_s = 0.005
+        sampling = SamplingParams(temperature=1.0, max_tokens=40, seed=1)
+        session = Session(s.pool, sampling, rollout_id="r", max_model_len=512, codec=Letters())
+        session.append(PROMPT)
+        turn = asyncio.create_task(session.generate())
+        for version in (1, 2, 3):
+            num_requests = len(server.bodies)
+            await eventually(lambda: server.active == 1)
+            await asyncio.sleep(0.02)
+            await s.sync(version)
+            await eventually(lambda n=num_requests: turn.done() or len(server.bodies) > n)  # type: ignore[misc]
+        await turn
+        got = session.trajectory()
+        assert got.tokens.size == PROMPT.size + 40
+        assert got.versions.tolist() == [NO_VERSION, 0, 1, 2, 3]
+        assert not got.kept_cache.any()
+        asked = [body["sampling_params"]["max_tokens"] for body in server.bodies if body["request_id"].startswith("r-")]
+        assert asked == [40 + PROMPT.size - int(start) for start in got.version_starts[1:]]
+        assert not server.stale_reads
+        assert not server.violations
+
+
+async def test_a_reset_that_reports_failure_is_tried_again(tmp_path: Path) -> None:
+    """B69"""
+    async with opened(tmp_path, mode="recompute") as s:
+        await s.sync(0)
+        s.servers[0].fails_resets = 2
+        (result,) = await s.sync(1)
+        assert result.committed
+        assert (await s.generate()).versions.tolist() == [1]
+
+
+async def test_a_reset_that_never_works_fails_the_round(tmp_path: Path) -> None:
+    """B69: new weights over an old cache are never served."""
+    async with opened(tmp_path, mode="recompute") as s:
+        await s.sync(0)
+        s.servers[0].fails_resets = 5
+        (result,) = await s.sync(1)
+        assert not result.committed
+        assert "the prefix cache was not emptied for version 1 in 5 tries" in result.message
+        assert (await s.generate()).versions.tolist() == [1]  # once it had caught up
+        assert not s.servers[0].paused
+        assert not s.servers[0].stale_reads
+
+
+async def test_a_request_on_its_way_at_a_pause_that_keeps_caches_says_so(tmp_path: Path) -> None:
+    """It begins under the new weights with the cache salt of the old ones, and reads what a sibling left there."""
+    async with opened(tmp_path) as s:
+        await s.sync(0)
+        await s.generate(request_id="sibling")
+        server = s.servers[0]
+        server.token_s = 0.2
+        task = asyncio.create_task(s.generate(request_id="late"))
+        await eventually(lambda: server.active == 1)
+        await s.sync(1)
+        got = await task
+        assert server.stale_reads == ["late"]
+        assert (got.versions.tolist(), got.kept_cache.tolist()) == ([1], [1])
+        assert (await s.generate(request_id="next")).kept_cache.tolist() == [0]
+        assert server.stale_reads == ["late"]
+
+
+async def test_the_mode_is_read_at_each_round(tmp_path: Path) -> None:
+    async with opened(tmp_path) as s:
+        await s.sync(0)
+        server = s.servers[0]
+        server.token_s = 0.005
+        got = {}
+        for version, mode in enumerate(("keep", "recompute", "finish", "keep"), start=1):
+            s.mode = mode
+            task = asyncio.create_task(s.generate(max_tokens=30, request_id=mode))
+            await eventually(lambda: server.active == 1)
+            await asyncio.sleep(0.02)
+            await s.sync(version)
+            got[version] = await task
+        assert [generation.versions.tolist() for generation in got.values()] == [[0, 1], [1], [2], [3, 4]]
+        assert [generation.kept_cache.tolist() for generation in got.values()] == [[0, 1], [0], [0], [0, 1]]
+        assert [generation.stop_reason for generation in got.values()] == ["length", "abort", "length", "length"]
+        assert got[2].token_ids.size < 30
+
+
+async def test_a_drain_that_takes_too_long_fails_the_round_and_harms_nobody(tmp_path: Path) -> None:
+    """The engine is not at fault: it serves on, is not killed, and takes the version once the request is gone."""
+    async with opened(tmp_path, mode="finish", request_timeout_s=0.3) as s:
+        await s.sync(0)
+        server = s.servers[0]
+        member = s.pool._members[0]
+        member.enter()  # a request that never ends
+        (result,) = await s.sync(1)
+        assert "still has 1 requests 0.3 s after the last one was let in" in result.message
+        assert member.failed_commits == 0
+        assert not server.paused
+        assert "/pause" not in server.calls[server.calls.index("/resume") + 1 :]
+        member.leave()
+        await eventually(lambda: s.pool.policy_version == 1)
+        assert (await s.generate()).versions.tolist() == [1]
+
+
+async def test_rollouts_given_up_before_a_round_are_gone_before_the_pause(tmp_path: Path) -> None:
+    """B08: cancelled as hopeless when the version is announced; no abort reaches a paused engine."""
+    async with opened(tmp_path, mode="recompute") as s:
+        await s.sync(0)
+        server = s.servers[0]
+        server.token_s = 0.005
+        tasks = [asyncio.create_task(s.generate(max_tokens=400, request_id=str(i))) for i in range(20)]
+        await eventually(lambda: server.active == 20)
+        for task in tasks[::2]:
+            task.cancel()
+        await s.sync(1)
+        assert server.dropped == 10
+        ended = await asyncio.gather(*tasks[1::2])
+        assert [generation.stop_reason for generation in ended] == ["abort"] * 10
+        assert not server.violations

@@ -7,88 +7,24 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 import pytest
 import pytest_asyncio
-import torch
 
 from agent_loop.engine import Generation, SamplingParams
 from agent_loop.errors import RequestRefused
-from configs.schema import EngineSettings, WeightSyncSettings
 from rollouter.engine_member import PartialRollout
-from rollouter.engine_pool import EnginePool
-from sample_bus.messages import RoundResult
-from tests.fakes.tiny_models import VOCAB_SIZE, TinyModel, checkpoint_tensors, make_tiny_model, reference_logprobs
-from tests.fakes.weight_rounds import WeightRounds
+from tests.rollouter.served_engine import CLOSE, MAX_MODEL_LEN, Served, prompt_of, served_engines
 
 pytestmark = [pytest.mark.integration, pytest.mark.asyncio(loop_scope="module")]
-
-MAX_MODEL_LEN = 256
-CLOSE = 2e-4
-"""Largest difference of log-probabilities in nats; observed: below 3e-5."""
-
-
-@dataclass
-class Served:
-    """A pool and the models whose weights it is sent: even versions have those of the first, odd ones of the second."""
-
-    pool: EnginePool
-    rounds: WeightRounds
-    models: tuple[Path, Path]
-    mode: PartialRollout = "keep"
-    version: int = -1
-
-    async def sync(self, *, mode: PartialRollout = "keep") -> RoundResult:
-        self.version += 1
-        self.mode = mode
-        tensors = checkpoint_tensors(self.models[self.version % 2])
-        (result,) = await self.pool.sync(self.rounds.publish(tensors, self.version), self.rounds.wait_staged)
-        assert result.committed, result.message
-        return result
-
-    async def generate(
-        self, prompt: npt.NDArray[np.int32], *, temperature: float = 1.0, max_tokens: int = 16, seed: int = 0
-    ) -> Generation:
-        sampling = SamplingParams(temperature=temperature, max_tokens=max_tokens, seed=seed)
-        return await self.pool.generate(prompt, sampling, request_id=f"{self.version}-{seed}-{prompt[0]}-{max_tokens}")
-
-    def expected(
-        self, prompt: npt.NDArray[np.int32], got: Generation, *, version: int, temperature: float = 1.0
-    ) -> npt.NDArray[np.float32]:
-        """Log-probability of each sampled token under `version`'s weights for the whole context."""
-        tokens = [*prompt.tolist(), *got.token_ids.tolist()]
-        scaled = reference_logprobs(self.models[version % 2], tokens) / temperature
-        logprobs = torch.log_softmax(scaled, dim=-1)
-        rows = torch.arange(len(prompt) - 1, len(tokens) - 1)
-        return logprobs[rows, torch.tensor(got.token_ids.tolist())].numpy()
-
-
-def prompt_of(length: int, seed: int = 0) -> npt.NDArray[np.int32]:
-    return np.random.default_rng(seed).integers(3, VOCAB_SIZE, length).astype(np.int32)
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def served(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Served]:
-    directory = tmp_path_factory.mktemp("e")
-    models = tuple(make_tiny_model(directory / f"m{seed}", TinyModel.TIED, seed=seed) for seed in (0, 1))
-    settings = EngineSettings(max_model_len=MAX_MODEL_LEN, kv_cache_bytes=64 << 20)
-    made: list[Served] = []
-    pool = EnginePool(
-        settings, WeightSyncSettings(), socket_dir=directory, log_dir=directory, partial_rollout=lambda: made[0].mode
-    )
-    try:
-        await pool.start(str(models[0]), "float32")
-        supervision = asyncio.create_task(pool.supervise())
-        with WeightRounds(directory) as rounds:
-            made.append(Served(pool=pool, rounds=rounds, models=(models[0], models[1])))
-            yield made[0]
-        supervision.cancel()
-    finally:
-        await pool.close()
+    async with served_engines(tmp_path_factory.mktemp("e")) as served:
+        yield served
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
