@@ -43,11 +43,13 @@ def _up(arguments: argparse.Namespace) -> int:
 
 
 def _status(arguments: argparse.Namespace) -> int:
+    from console.bias import bias
     from console.status import status
 
+    tell = bias if arguments.bias else status
     return _with_run(
         arguments,
-        lambda run: status(run, as_json=arguments.json, timeout_s=arguments.timeout_s),
+        lambda run: tell(run, as_json=arguments.json, timeout_s=arguments.timeout_s),
         name="status",
     )
 
@@ -228,6 +230,9 @@ def _parser() -> argparse.ArgumentParser:
     status = commands.add_parser("status", help="show the state of a run")
     _choose_run(status)
     status.add_argument("--json", action="store_true", help="every topic as JSON")
+    status.add_argument(
+        "--bias", action="store_true", help="what was trained against what was weighted down or dropped for its age"
+    )
     status.set_defaults(run=_status)
 
     change = commands.add_parser("set", help="change live settings of a run")

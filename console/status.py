@@ -123,6 +123,7 @@ def _sample_rows(counts: Counts) -> list[tuple[str, str]]:
         "closed seats": counts.closed,
         "given back to admission": counts.refunded,
         "late results": counts.late_results,
+        "trained though a rollback lost their version": counts.rolled_back,
         "came again and refused": counts.duplicates,
         "rejected": counts.rejected,
     }
