@@ -25,6 +25,11 @@ _MAX_FRUITLESS_ABORTS = 8
 """Consecutive aborts without a new token after which a turn is given up."""
 
 
+def session_of(request_id: str) -> str:
+    """The session that made the request: its requests go on from each other."""
+    return request_id.removesuffix("-again").rpartition("-")[0]
+
+
 class TextCodec(Protocol):
     """The model's tokenizer, for observations and for reading replies; never for replies that are trained."""
 

@@ -18,6 +18,7 @@ import structlog
 
 from agent_loop.engine import NO_VERSION, Generation, SamplingParams
 from agent_loop.errors import BadGeneration, EngineError, EngineUnavailable
+from agent_loop.session import session_of
 from agent_loop.vllm_client import VllmClient, logprobs_follow_temperature
 from configs.cpu import core_shares
 from configs.gpu import gpu_shares, visible_gpus
@@ -328,7 +329,7 @@ class EnginePool:
         return await self._generate_once(prompt_ids, sampling, f"{request_id}-again")
 
     async def _generate_once(self, prompt_ids: npt.NDArray[np.int32], sampling: SamplingParams, request_id: str) -> Generation:
-        member = await self._seats.take()
+        member = await self._seats.take(session_of(request_id))
         num_doubts = member.num_doubts
         asked = member.held
         assert asked is not None, f"{member.name} serves without weights"

@@ -1,25 +1,33 @@
-"""Who gets the next request: the least loaded engine that serves, in order of arrival. Pure but for the futures it fills.
+"""Who gets the next request: the engine that has the KV cache of what the request goes on from, or the least loaded one that
+serves. Those that go on come first, then the others in order of arrival. Pure but for the futures it fills.
 
 Invariant: an engine has at most as many requests as it decodes together, so none waits inside an engine, where it would pass
-from one policy version to the next unseen; those beyond wait here.
+from one policy version to the next unseen; those beyond wait here. Rollouts that have begun are not held up by those that have
+not: however many wait, at most twice as many are under way as there are seats.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Sequence
 
 from rollouter.engine_member import EngineState, Held, Member
 
+_REMEMBERED = 4096
+"""Sessions of which the engine that served them last is known."""
 
-def least_loaded(members: Sequence[Member], held: Held | None) -> Member | None:
-    """The serving engine that holds `held` and has the smallest share of its seats taken, if it has a free one."""
+
+def least_loaded(members: Sequence[Member], held: Held | None, *, before: Member | None = None) -> Member | None:
+    """The serving engine that holds `held` and has a free seat: `before` if it is one, else the one with the smallest share of
+    its seats taken."""
     free = [
         member
         for member in members
         if member.state is EngineState.SERVING and member.held == held and member.in_flight < member.max_requests
     ]
+    if before is not None and before in free:
+        return before
     return min(free, key=lambda member: member.in_flight / member.max_requests, default=None)
 
 
@@ -28,33 +36,35 @@ class Seats:
 
     def __init__(self, members: Sequence[Member]) -> None:
         self._members = members
-        self._waiting: deque[asyncio.Future[Member]] = deque()
+        self._going_on: deque[tuple[asyncio.Future[Member], str]] = deque()
+        self._waiting: deque[tuple[asyncio.Future[Member], str]] = deque()
+        self._served_by: OrderedDict[str, Member] = OrderedDict()
+        """By session; the one that was served last comes last."""
         self._lost: Exception | None = None
         self.held: Held | None = None
         """The version that counts: the one committed last. Engines that hold another one get nothing."""
 
     @property
     def num_waiting(self) -> int:
-        return len(self._waiting)
+        return len(self._going_on) + len(self._waiting)
 
-    async def take(self) -> Member:
-        """A seat; waits for one. Give it back with `give_back`. Raises what `fail` was told."""
+    async def take(self, session: str = "") -> Member:
+        """A seat for a request of `session`; waits for one. Give it back with `give_back`. Raises what `fail` was told."""
         if self._lost is not None:
             raise self._lost
-        if not self._waiting:
-            member = least_loaded(self._members, self.held)
-            if member is not None:
-                member.enter()
-                return member
+        queue = self._going_on if session in self._served_by else self._waiting
         future: asyncio.Future[Member] = asyncio.get_running_loop().create_future()
-        self._waiting.append(future)
+        queue.append((future, session))
+        self.refresh()
+        if future.done():
+            return future.result()
         try:
             return await future
         except asyncio.CancelledError:
             if future.done() and not future.cancelled() and future.exception() is None:
                 self.give_back(future.result())
-            elif future in self._waiting:
-                self._waiting.remove(future)
+            elif (future, session) in queue:
+                queue.remove((future, session))
             raise
 
     def give_back(self, member: Member) -> None:
@@ -62,21 +72,33 @@ class Seats:
         self.refresh()
 
     def refresh(self) -> None:
-        """Hand free seats to those that wait, first come first served."""
-        while self._waiting:
-            if self._waiting[0].done():
-                self._waiting.popleft()
+        """Hand free seats to those that wait: first those that go on, then the others, each first come first served."""
+        while queue := self._going_on or self._waiting:
+            future, session = queue[0]
+            if future.done():
+                queue.popleft()
                 continue
-            member = least_loaded(self._members, self.held)
+            member = least_loaded(self._members, self.held, before=self._served_by.get(session))
             if member is None:
                 return
             member.enter()
-            self._waiting.popleft().set_result(member)
+            queue.popleft()
+            self._remember(session, member)
+            future.set_result(member)
 
     def fail(self, error: Exception) -> None:
         """No engine will ever serve again: whoever waits, or comes later, gets `error`."""
         self._lost = error
-        for future in self._waiting:
-            if not future.done():
-                future.set_exception(error)
-        self._waiting.clear()
+        for queue in (self._going_on, self._waiting):
+            for future, _ in queue:
+                if not future.done():
+                    future.set_exception(error)
+            queue.clear()
+
+    def _remember(self, session: str, member: Member) -> None:
+        if not session:
+            return
+        self._served_by[session] = member
+        self._served_by.move_to_end(session)
+        if len(self._served_by) > _REMEMBERED:
+            self._served_by.popitem(last=False)

@@ -71,6 +71,41 @@ async def test_those_who_wait_are_served_in_order() -> None:
     assert one.in_flight == 0
 
 
+async def test_those_who_go_on_come_before_those_who_have_not_begun_and_back_to_their_engine() -> None:
+    """A turn in slices keeps its engine's KV cache, and rollouts that began end before others begin: two seats, six rollouts of
+    four slices each."""
+    members = [member("engine-0", seats=1), member("engine-1", seats=1)]
+    seats = seats_of(*members)
+    under_way: set[int] = set()
+    most, order = 0, []
+
+    async def play(number: int) -> None:
+        nonlocal most
+        for _ in range(4):
+            got = await seats.take(f"r{number}")
+            under_way.add(number)
+            most = max(most, len(under_way))
+            await asyncio.sleep(0)
+            seats.give_back(got)
+        under_way.discard(number)
+        order.append(number)
+
+    await asyncio.gather(*(play(number) for number in range(6)))
+    assert most == 3
+    assert order == sorted(order)
+    assert seats.num_waiting == 0
+
+    for session, engine in (("a", members[1]), ("b", members[0])):
+        seats._served_by[session] = engine
+        assert await seats.take(session) is engine
+    assert least_loaded(members, V1, before=members[0]) is None
+
+
+async def test_an_engine_that_does_not_serve_is_not_waited_for() -> None:
+    gone, here = member("engine-0", state=EngineState.DEAD), member("engine-1")
+    assert least_loaded([gone, here], V1, before=gone) is here
+
+
 async def test_a_seat_given_to_one_who_was_cancelled_meanwhile_is_not_lost() -> None:
     one = member(seats=1)
     seats = seats_of(one)
@@ -109,7 +144,7 @@ def test_seats_are_never_overbooked_and_none_is_lost(plan: list[tuple[str, int]]
             which = members[number % 3]
             match action:
                 case "take":
-                    waiting.append(asyncio.create_task(seats.take()))
+                    waiting.append(asyncio.create_task(seats.take(("", "a", "b", "c")[number % 4])))
                 case "give" if taken:
                     seats.give_back(taken.pop(number % len(taken)))
                 case "cancel" if waiting:
