@@ -30,6 +30,8 @@ class Group:
     """That the engines held at admission: no token is older."""
     threshold: Fraction
     period: int
+    reach: Fraction
+    """Seats from what steps had taken to the limit, at admission."""
     num_closed: int = 0
 
 
@@ -153,6 +155,7 @@ class Run:
                     version=self.held,
                     threshold=self.threshold,
                     period=self.period,
+                    reach=self.limit - self.taken_since_origin,
                 )
             )
             self.admitted += 1

@@ -311,12 +311,13 @@ def test_threshold_from_zero_to_two_and_back_shows_in_the_age_of_what_is_trained
 
 @given(runs(first_come=False), events("admit all", "finish in order", "step", "commit", "trigger", "step size"))
 def test_shortened_period_ages_what_is_under_way_by_the_ratio(run: Run, schedule: list[Event]) -> None:
-    """Without stragglers: at most (1 + threshold) old periods, counted in the shortest period since."""
+    """Without stragglers: what the limit reached to at admission (the rest of the period as it was planned, and threshold * K
+    of then), counted in the shortest period since."""
     for event in schedule:
         happen(run, event)
     settle(run, 40)
     for one in run.trained:
-        assert one.age <= math.ceil((1 + one.group.threshold) * one.group.period / Fraction(run.shortest_period))
+        assert one.age <= math.ceil(one.group.reach / run.shortest_period)
 
 
 def test_lowered_step_size_is_followed_at_once_and_starves_nobody() -> None:
