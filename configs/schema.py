@@ -106,8 +106,8 @@ class BusSettings(Section):
         600.0, gt=0, description="How long a daemon waits for the other one at start or after a loss."
     )
     request_timeout_s: float = Field(10.0, gt=0, description="Deadline of one control request.")
-    on_lost: Literal["wait", "fail"] = Field(
-        "fail", description="When the other daemon is lost: wait for it, or end with an error."
+    on_lost: Literal["wait", "fail"] = live(
+        "fail", Scope.AT_ONCE, description="When the other daemon is lost: wait for it, or end with an error."
     )
 
     @field_validator("address")
@@ -405,6 +405,10 @@ class Settings(Section):
             problems.append(
                 f"sampling.max_tokens={self.sampling.max_tokens} leaves no room for a prompt in "
                 f"engine.max_model_len={self.engine.max_model_len}"
+            )
+        if self.evaluation.every_versions and not self.data.held_out_fraction:
+            problems.append(
+                f"evaluation.every_versions={self.evaluation.every_versions}: data.held_out_fraction=0 leaves no task to evaluate"
             )
         if self.trigger_parameter_sync_step > self.num_steps:
             problems.append(

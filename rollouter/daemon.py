@@ -278,7 +278,7 @@ class RollouterDaemon:
             break
         while True:
             lost = await link.wait_lost()
-            if bus.on_lost == "fail":
+            if self._settings_in_force().bus.on_lost == "fail":
                 raise PeerLost(str(lost))
             log.warning("trainer lost, waiting for it", silent_s=round(lost.silent_s, 1), deadline_s=bus.connect_timeout_s)
             await link.wait_connected(bus.connect_timeout_s)

@@ -96,6 +96,9 @@ class Evaluator:
     async def run(self) -> None:
         """Answer one request after the other. Never returns; raises EvaluationFailed."""
         async for request in self._control.watch("evaluate", EvaluationRequest):
+            if not self._tasks:
+                log.warning("there is no held-out task, evaluation left out", policy_version=request.policy_version)
+                continue
             self._asked = request
             self._on_change()
             while not self._is_due(request) and not self._is_overtaken(request):

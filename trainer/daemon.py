@@ -186,6 +186,9 @@ class TrainerDaemon:
             on_change=self._touch,
             on_settled=self._commits.settled,
         )
+        for change in live.changes:
+            if change.key == "samples_per_step":
+                self._intake.note_size(change.old // settings.group_size)
         self._board = StatusBoard(
             hub,
             self._clock,
@@ -298,8 +301,8 @@ class TrainerDaemon:
 
     async def _watch_rollouter(self) -> None:
         """Raise PeerLost when no rollouter comes, or one is lost and `bus.on_lost` is `fail` or its deadline passes."""
-        bus = self._settings.bus
-        await self._hub.wait_rollouter(bus.connect_timeout_s)
+        connect_timeout_s = self._settings.bus.connect_timeout_s
+        await self._hub.wait_rollouter(connect_timeout_s)
         self._board.touch()
         async for lost in self._hub.rollouter_lost():
             self._board.touch()
@@ -307,12 +310,12 @@ class TrainerDaemon:
                 return
             if self._drain.is_set():
                 raise _Drained("after the rollouter had left")
-            if bus.on_lost == "fail" and lost.reason is not LossReason.REPLACED:
+            if self._live.settings.bus.on_lost == "fail" and lost.reason is not LossReason.REPLACED:
                 raise PeerLost(f"rollouter {lost}")
             log.warning(
-                "rollouter lost, waiting for it", rollouter=lost.name, reason=str(lost.reason), deadline_s=bus.connect_timeout_s
+                "rollouter lost, waiting for it", rollouter=lost.name, reason=str(lost.reason), deadline_s=connect_timeout_s
             )
-            name = await self._hub.wait_rollouter(bus.connect_timeout_s)
+            name = await self._hub.wait_rollouter(connect_timeout_s)
             self._intake.note_streams(self._hub.position())
             log.info("rollouter is back", rollouter=name)
             self._board.touch()
@@ -360,9 +363,10 @@ class TrainerDaemon:
         return Accepted()
 
     def _moment(self) -> Moment:
+        status = self._board.status
         return Moment(
             next_step=self._standing.step + self._intake.num_batches_bound + 1,
-            next_version=self._board.status.policy_version + 1,
+            next_version=status.policy_version + (2 if status.state is TrainerState.PUBLISHING else 1),
         )
 
     def _take_change(self, settings: Settings) -> None:

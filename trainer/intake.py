@@ -94,9 +94,13 @@ class Intake:
         whatever is set until they are taken."""
         return self._num_batches + self._plan.num_steps
 
+    def note_size(self, groups: int) -> None:
+        """What is under way may have been admitted while a step took so many groups."""
+        self._size.note(groups)
+
     def take_change(self) -> None:
         """A setting that is asked for here is another one now."""
-        self._size.note(self._groups_per_step())
+        self.note_size(self._groups_per_step())
         self._changed.set()
 
     async def run(self) -> None:
