@@ -10,9 +10,10 @@ The rule, once a window of `interval_steps` steps:
     the trainer waits more than target_waiting_share                      threshold + 1/4   after `patience` such windows
     it waits less than half of that                                       threshold - 1/8   after `patience` such windows
 
-in a row. Between half the target and the target nothing moves. A raise also needs an ESS some way above its floor, so that the
-first rule does not undo the second. Each move against the one before doubles the patience (up to MAX_PATIENCE windows), each
-move in the same direction halves it: a run that oscillates comes to rest, one that has far to go gets there.
+in a row. Between half the target and the target nothing moves. A raise also needs an ESS some way above its floor, and does not
+go back near a threshold that was halved within the last REMEMBERED windows, so that the first rule seldom has to undo it. Each
+move against the one before doubles the patience (up to MAX_PATIENCE windows), each move in the same direction halves it: a run
+that oscillates comes to rest, one that has far to go gets there.
 """
 
 from __future__ import annotations
@@ -31,6 +32,8 @@ LEAST = 0.0625
 ESS_MARGIN = 0.25
 """A raise needs an ESS above its floor by this share of what lies between the floor and 1."""
 MIN_PATIENCE, MAX_PATIENCE = 1, 8
+REMEMBERED = 32
+"""Windows for which a threshold counts as too high after it was halved."""
 
 
 class Direction(IntEnum):
@@ -95,6 +98,10 @@ class State:
     """Where the windows before this one pointed, `num_wanted` of them in a row."""
     num_wanted: int = 0
     last_move: Direction = Direction.NONE
+    too_high: float = math.inf
+    """The threshold that was halved last; inf once that is REMEMBERED windows ago."""
+    num_since: int = 0
+    """Windows since then."""
 
 
 def observe(
@@ -131,6 +138,9 @@ def settling_steps(threshold: float, steps_per_period: int) -> int:
 
 def _judge(state: State, window: Window, threshold: float, settings: AutoStalenessSettings) -> tuple[State, Move | None]:
     """A whole window: where it points, and whether that is reason enough to move."""
+    state = replace(state, num_since=state.num_since + 1)
+    if state.num_since > REMEMBERED:
+        state = replace(state, too_high=math.inf)
     floor, target, share, ess = (
         settings.min_effective_sample_size,
         settings.target_waiting_share,
@@ -140,8 +150,9 @@ def _judge(state: State, window: Window, threshold: float, settings: AutoStalene
     if ess < floor:
         halved = threshold * HALVE
         why = f"effective sample size {ess:.3f} is below {floor:g}"
+        state = replace(state, too_high=threshold, num_since=0)
         return _move(state, Direction.DOWN, settings.min if halved < LEAST else halved, why, threshold, settings)
-    if share > target and ess >= floor + ESS_MARGIN * (1 - floor):
+    if share > target and ess >= floor + ESS_MARGIN * (1 - floor) and threshold + RAISE <= state.too_high - LOWER:
         wanted, to, why = Direction.UP, threshold + RAISE, f"the trainer waits {share:.1%} of its time, more than {target:.1%}"
     elif share < target / 2:
         wanted, to, why = (

@@ -5,11 +5,22 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from configs.schema import AutoStalenessSettings
-from trainer.auto_staleness import LEAST, MAX_PATIENCE, Move, Observation, State, observe, settling_steps
+from trainer.auto_staleness import (
+    ESS_MARGIN,
+    LEAST,
+    MAX_PATIENCE,
+    RAISE,
+    REMEMBERED,
+    Move,
+    Observation,
+    State,
+    observe,
+    settling_steps,
+)
 
 SETTINGS = AutoStalenessSettings(
     enabled=True, target_waiting_share=0.1, min_effective_sample_size=0.8, min=0.0, max=4.0, interval_steps=4
@@ -145,8 +156,8 @@ def test_a_run_that_has_far_to_go_gets_there() -> None:
 def test_moves_stay_within_bounds_change_something_and_say_why(
     threshold: float, low: float, width: float, phases: list[tuple[float, float, int]], steps_per_period: int
 ) -> None:
-    settings = SETTINGS.model_copy(update={"min": low, "max": low + width})
-    trainer = Trainer(threshold, settings=settings, steps_per_period=steps_per_period)
+    bounds = SETTINGS.model_copy(update={"min": low, "max": low + width})
+    trainer = Trainer(threshold, settings=bounds, steps_per_period=steps_per_period)
     since_move = 0
     for waiting, ess, count in phases:
         for _ in range(count):
@@ -171,3 +182,50 @@ def test_below_the_floor_it_never_rises(seen: list[tuple[float, float]]) -> None
         before = trainer.threshold
         trainer.see(step(waiting, ess))
         assert trainer.threshold <= before
+
+
+@given(
+    st.floats(0, 4),
+    st.floats(0, 0.9),
+    st.floats(0.05, 1.0),
+    st.floats(0.01, 0.3),
+    st.lists(st.floats(-0.01, 0.01), min_size=16, max_size=16),
+)
+@settings(max_examples=40)
+def test_in_a_closed_loop_it_stays_where_both_targets_hold_or_cannot_hold_together(
+    threshold: float, wait_at_zero: float, relief: float, spread: float, noise: list[float]
+) -> None:
+    """A run whose waiting falls and whose weights spread as the threshold rises, with noise on both. Once it is there, the
+    effective sample size is nearly always above its floor, and mostly the trainer waits no more than it may, unless the next
+    raise would cost the effective sample size its margin, or the upper bound forbids it."""
+    floor = SETTINGS.min_effective_sample_size
+    margin = floor + ESS_MARGIN * (1 - floor) + 0.02
+
+    def waiting_at(at: float) -> float:
+        return max(0.0, wait_at_zero - relief * at)
+
+    def ess_at(at: float) -> float:
+        return 1 / (1 + spread * at**2)
+
+    def is_right(at: float) -> bool:
+        waits_little = waiting_at(at) <= SETTINGS.target_waiting_share + 0.02
+        return ess_at(at) >= floor - 0.02 and (waits_little or at == SETTINGS.max or ess_at(at + RAISE) < margin)
+
+    trainer, visited = Trainer(threshold), []
+    for number in range(1200):
+        shaken, at = noise[number % len(noise)], trainer.threshold
+        trainer.see(step(min(1.0, max(0.0, waiting_at(at) + shaken)), min(1.0, max(0.01, ess_at(at) + shaken))))
+        visited.append(at)
+    late = visited[600:]
+    assert sum(ess_at(at) < floor - 0.02 for at in late) <= 0.1 * len(late)
+    assert sum(is_right(at) for at in late) >= 0.6 * len(late)
+
+
+def test_what_was_too_high_is_not_tried_again_at_once() -> None:
+    trainer = Trainer(1.0)
+    trainer.settle()
+    trainer.see_many(4, step(0.5, ess=0.5))
+    assert trainer.threshold == 0.5
+    (up,) = trainer.see_many(60, step(0.5))
+    assert up.threshold == 0.75
+    assert [move.threshold for move in trainer.see_many(REMEMBERED * 4, step(0.5))][:1] == [1.0]
