@@ -45,6 +45,8 @@ class FakeVllm:
     violations: list[str] = field(default_factory=list)
     stale_reads: list[str] = field(default_factory=list)
     """Requests that began on what other weights had computed."""
+    before_resume: asyncio.Event | None = None
+    """A call that resumes is answered once it is set, and generation goes on then."""
     fails_resets: int = 0
     """So many next resets of the prefix cache fail: blocks are in use."""
     cached: dict[str, str] = field(default_factory=dict)
@@ -127,6 +129,8 @@ class FakeVllm:
                 await self._pause(request.query["mode"])
                 return web.json_response({"status": "paused"})
             case "/resume":
+                if self.before_resume is not None:
+                    await self.before_resume.wait()
                 self.paused = False
                 self._unpaused.set()
                 return web.json_response({"status": "resumed"})

@@ -68,7 +68,8 @@ class Served:
         """Log-probability of each sampled token under `version`'s weights for the whole context."""
         tokens = np.concatenate([prompt, got.token_ids])
         logprobs, _ = self._forward(version, tokens[:-1], None, temperature)
-        return logprobs[np.arange(len(prompt) - 1, len(tokens) - 1), got.token_ids]
+        expected: npt.NDArray[np.float32] = logprobs[np.arange(len(prompt) - 1, len(tokens) - 1), got.token_ids]
+        return expected
 
     def explained(self, got: Trajectory) -> npt.NDArray[np.float32]:
         """[T] what the log-probabilities of a trajectory ought to be by its versions and `kept_cache`; 0 for observations.

@@ -15,7 +15,8 @@ import pytest
 from agent_loop.engine import NO_VERSION, Generation, SamplingParams
 from agent_loop.errors import BadGeneration, EngineUnavailable, RequestRefused
 from agent_loop.session import Session
-from configs.schema import EngineSettings, WeightSyncSettings
+from configs.schema import EngineSettings, Settings, WeightSyncSettings
+from rollouter.daemon import open_pool
 from rollouter.engine_errors import EngineStartError
 from rollouter.engine_member import PartialRollout
 from rollouter.engine_pool import EnginePool
@@ -402,6 +403,25 @@ async def test_the_prefix_cache_is_emptied_after_the_load_and_before_the_stamp(t
         ]
 
 
+async def test_no_request_reaches_an_engine_before_its_one_resume_was_answered(tmp_path: Path) -> None:
+    """B06: 50 requests wait for it."""
+    async with opened(tmp_path) as s:
+        await s.sync(0)
+        server = s.servers[0]
+        server.before_resume = asyncio.Event()
+        server.calls.clear()
+        syncing = asyncio.create_task(s.sync(1))
+        await eventually(lambda: "/resume" in server.calls)
+        num_requests = len(server.bodies)
+        tasks = [asyncio.create_task(s.generate(request_id=str(i))) for i in range(50)]
+        await asyncio.sleep(0.05)
+        assert len(server.bodies) == num_requests
+        server.before_resume.set()
+        await syncing
+        assert all(generation.versions.tolist() == [1] for generation in await asyncio.gather(*tasks))
+        assert server.calls.count("/resume") == 1
+
+
 async def test_recompute_ends_the_requests_in_flight_and_a_session_goes_on_with_what_is_left(tmp_path: Path) -> None:
     """B68, B36: three syncs inside one turn; 40 tokens in all, each run on a cache of its own version."""
     async with opened(tmp_path, mode="recompute") as s:
@@ -475,7 +495,8 @@ async def test_the_mode_is_read_at_each_round(tmp_path: Path) -> None:
         server = s.servers[0]
         server.token_s = 0.005
         got = {}
-        for version, mode in enumerate(("keep", "recompute", "finish", "keep"), start=1):
+        modes: tuple[PartialRollout, ...] = ("keep", "recompute", "finish", "keep")
+        for version, mode in enumerate(modes, start=1):
             s.mode = mode
             task = asyncio.create_task(s.generate(max_tokens=30, request_id=mode))
             await eventually(lambda: server.active == 1)
@@ -520,3 +541,11 @@ async def test_rollouts_given_up_before_a_round_are_gone_before_the_pause(tmp_pa
         ended = await asyncio.gather(*tasks[1::2])
         assert [generation.stop_reason for generation in ended] == ["abort"] * 10
         assert not server.violations
+
+
+def test_the_daemons_pool_takes_the_mode_from_the_settings_in_force(tmp_path: Path) -> None:
+    start = Settings.model_validate({"run_dir": tmp_path, "partial_rollout": "keep"})
+    changed = start.model_copy(update={"partial_rollout": "finish"})
+    pool = open_pool(start, live=lambda: changed, on_change=lambda: None, on_round_result=lambda result: None)
+    assert isinstance(pool, EnginePool)
+    assert pool._partial_rollout() == "finish"

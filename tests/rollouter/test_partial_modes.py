@@ -51,8 +51,8 @@ def session_of(engine: Engine, name: str, *, seed: int, max_tokens: int = MAX_TO
 
 def sampled(got: Trajectory) -> tuple[list[int], list[int]]:
     """Versions and `kept_cache` of the runs that a policy sampled."""
-    is_sampled = got.versions != NO_VERSION
-    return got.versions[is_sampled].tolist(), got.kept_cache[is_sampled].tolist()
+    runs: list[tuple[int, int]] = list(zip(got.versions.tolist(), got.kept_cache.tolist(), strict=True))
+    return [version for version, _ in runs if version != NO_VERSION], [kept for version, kept in runs if version != NO_VERSION]
 
 
 def assert_explained(served: Served, got: Trajectory, *, unsure: bool = False) -> None:
@@ -160,7 +160,7 @@ async def test_weights_that_change_while_a_tool_runs_are_used_from_the_next_turn
         nonlocal num_calls
         num_calls += 1
         await served.sync(mode=mode)
-        return prompt_of(40, seed=num_calls).tolist()
+        return [int(token) for token in prompt_of(40, seed=num_calls)]
 
     session.append(prompt_of(60, seed=9))
     await session.generate()
