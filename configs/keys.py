@@ -54,7 +54,7 @@ def listing(width: int = 110) -> str:
     lines = []
     for leaf in leaves().values():
         default = "null" if leaf.default is None else str(leaf.default)
-        live = f" [live: {leaf.scope}]" if leaf.scope else ""
+        live = f" [live: {leaf.scope}]" if leaf.scope else " [fixed for the run]"
         lines.append(f"  {leaf.key} ({leaf.type_text}{leaf.bounds}, default {default}){live}")
         lines += textwrap.wrap(leaf.description, width, initial_indent="      ", subsequent_indent="      ")
     return "\n".join(lines)

@@ -408,7 +408,7 @@ class Settings(Section):
             )
         if self.evaluation.every_versions and not self.data.held_out_fraction:
             problems.append(
-                f"evaluation.every_versions={self.evaluation.every_versions}: data.held_out_fraction=0 leaves no task to evaluate"
+                f"evaluation.every_versions={self.evaluation.every_versions}: data.held_out_fraction=0 leaves no task for it"
             )
         if self.trigger_parameter_sync_step > self.num_steps:
             problems.append(

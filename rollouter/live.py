@@ -22,7 +22,8 @@ class LiveView:
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
         self.revision = 0
-        self._has_state = False
+        self.has_state = False
+        """Whether the trainer has said what holds; until then it is what this process was started with."""
 
     def take(self, state: LiveSettingsState) -> None:
         """Hold `state` from now on. Raises ConfigError when it is not valid here."""
@@ -31,7 +32,7 @@ class LiveView:
         after = live_values(self.settings)
         unexplained = {key for key in after if after[key] != before[key]}
         for change in state.changes:
-            if self._has_state and change.revision > self.revision:
+            if self.has_state and change.revision > self.revision:
                 unexplained.discard(change.key)
                 log.info(
                     "setting changed",
@@ -46,5 +47,5 @@ class LiveView:
             log.info("setting taken from the trainer", key=key, old=before[key], new=after[key], revision=state.revision)
         if after["logging.level"] != before["logging.level"]:
             set_level(self.settings.logging.level)
-        self._has_state = True
+        self.has_state = True
         self.revision = state.revision

@@ -323,14 +323,20 @@ class Pipeline:
         return False
 
     async def _dispatch(self, run: RunInHand) -> None:
-        """Until drained, once the engines hold a version and the trainer has said from where it counts."""
-        while self._admission.hold(run.dispatcher.conditions()) in (Hold.NO_TRAINER, Hold.NO_WEIGHTS):
+        """Until drained, once the engines hold a version and the trainer has said from where it counts and what is set."""
+        while not self._live.has_state or self._admission.hold(run.dispatcher.conditions()) in (
+            Hold.NO_TRAINER,
+            Hold.NO_WEIGHTS,
+        ):
             self._wakened.clear()
             await self._wakened.wait()
         self.is_running = True
-        settings = self._settings
-        issued_before = self._admission.origin_version * settings.samples_per_period + self._admission.outstanding
-        run.leave_out(-(-issued_before // settings.group_size))
+        settings = self._live.settings
+        trainer = self._link.get("trainer", TrainerStatus)
+        settled = None if trainer is None else trainer.origin_seats
+        if settled is None:
+            settled = self._admission.origin_version * settings.samples_per_period
+        run.leave_out(-(-(settled + self._admission.outstanding) // settings.group_size))
         await run.dispatcher.run()
 
     async def _take_up(self) -> RunInHand:

@@ -169,6 +169,8 @@ class TrainerStatus(Message):
     """Names this process's line of versions."""
     origin_version: int = 0
     """v0: the version from which admission counts."""
+    origin_seats: int | None = Field(default=None, ge=0)
+    """Seats that the run had settled up to the origin; None: as many as whole sync periods at today's settings hold."""
     policy_version: int = 0
     """Newest published version."""
     consumed_seats: int | None = Field(default=None, ge=0)

@@ -201,6 +201,8 @@ class TrainerDaemon:
             rollouter=lambda: hub.rollouter,
             on_step=lambda summary, replayed: self._automatic.take_step(summary, replayed=replayed),
         )
+        settled = standing.counts
+        self._board.set(origin_seats=settled.trained + sum(settled.dropped.values()) + settled.closed)
         self._bias_topic = BiasTopic(hub, self._intake.bias)
         self._rollouter_failed: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._live_settings = LiveSettingsTopic(hub, live, settings_log, moment=self._moment, on_change=self._take_change)

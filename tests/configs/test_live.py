@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from configs.errors import ConfigError
-from configs.keys import leaves, live_keys
+from configs.keys import leaves, listing, live_keys
 from configs.live import LiveSettings, live_values, with_live
 from configs.schema import Settings
 
@@ -77,3 +77,58 @@ def test_whatever_is_asked_the_tree_stays_valid(values: dict[str, Any]) -> None:
         assert live.settings == Settings()
     assert with_live(Settings(), live_values(live.settings)) == live.settings
     assert set(live.values()) == set(live_keys())
+
+
+_CHOICES: dict[str, list[Any]] = {
+    "staleness_threshold": [0.0, 0.5, 4.0],
+    "samples_per_step": [8, 64, 100, 512, 1024],
+    "trigger_parameter_sync_step": [1, 4, 101],
+    "max_staleness": [None, 0, 3],
+    "min_survivors": [2, 8, 9],
+    "rollouter.max_concurrent_rollouts": [4, 8, 256],
+    "trainer.learning_rate": [0.0, 1e-3, math.nan],
+    "logging.level": ["debug", "info", "loud"],
+}
+_SOME = st.fixed_dictionaries({}, optional={key: st.sampled_from(values) for key, values in _CHOICES.items()})
+
+
+@given(st.lists(st.one_of(_SOME, st.integers(-1, 12)), max_size=12), st.integers(0, 12))
+def test_any_series_of_changes_reverts_and_restarts_leaves_dense_revisions_and_a_valid_tree(
+    moves: list[dict[str, Any] | int], restart_after: int
+) -> None:
+    """A number is a revert to that revision; somewhere the process is another one, started with other values."""
+    live, seen = LiveSettings(Settings()), [live_values(Settings())]
+    for number, move in enumerate(moves):
+        if number == restart_after:
+            restarted = LiveSettings(
+                Settings(staleness_threshold=3.25) if "staleness_threshold" in _changed(live) else Settings()
+            )
+            restarted.restore(live.changes)
+            assert (restarted.settings, restarted.revision) == (live.settings, live.revision)
+            live = restarted
+        before = live.settings
+        try:
+            values = live.values_at(move) if isinstance(move, int) else move
+            changes = live.change(values, author="x", now=0.0)
+        except ConfigError:
+            assert live.settings == before
+            continue
+        if changes:
+            seen.append(live_values(live.settings))
+        if isinstance(move, int):
+            assert live_values(live.settings) == seen[move]
+        assert len(seen) == live.revision + 1
+    assert [change.revision for change in live.changes] == sorted(change.revision for change in live.changes)
+    assert {change.revision for change in live.changes} == set(range(1, live.revision + 1))
+    assert Settings.model_validate(live.settings.model_dump()) == live.settings
+
+
+def _changed(live: LiveSettings) -> set[str]:
+    return {change.key for change in live.changes}
+
+
+def test_every_key_says_whether_it_is_live_and_from_when() -> None:
+    lines = [line for line in listing().splitlines() if not line.startswith("   ")]
+    assert len(lines) == len(leaves())
+    for line, leaf in zip(lines, leaves().values(), strict=True):
+        assert line.endswith(f"[live: {leaf.scope}]" if leaf.scope else "[fixed for the run]")
