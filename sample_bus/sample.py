@@ -105,6 +105,12 @@ class Sample:
         return np.repeat(self.versions, ends - self.version_starts)
 
     @property
+    def num_kept_cache_tokens(self) -> int:
+        """Sampled tokens whose KV cache other weights may have computed."""
+        ends = np.append(self.version_starts[1:], self.num_tokens)
+        return int((ends - self.version_starts)[self.kept_cache == 1].sum())
+
+    @property
     def oldest_version(self) -> int:
         """The oldest policy version that sampled a trained token; NO_VERSION if none did."""
         sampled = self.versions[self.versions != NO_VERSION]

@@ -53,6 +53,7 @@ def metrics_row(samples: Sequence[Sample], summary: StepSummary, report: StepRep
         "reward_std": float(np.std([sample.reward for sample in samples])),
         "staleness_min": int(staleness.min()),
         "token_staleness_mean": float(token_staleness.mean()) if token_staleness.size else 0.0,
+        "kept_cache_fraction": sum(sample.num_kept_cache_tokens for sample in samples) / max(1, token_staleness.size),
         "response_tokens_mean": float(lengths.mean()),
         "response_tokens_max": int(lengths.max()),
         "importance_max": report.importance_max,

@@ -95,6 +95,18 @@ def test_wrong_shapes_and_types_are_named(change: dict[str, object], message: st
         make_sample(**change).validate()  # type: ignore[arg-type]
 
 
+def test_tokens_on_a_kept_cache_are_counted_by_run() -> None:
+    sample = make_sample(
+        prompt=[1, 2],
+        reply=[3, 4, 5],
+        version_starts=np.array([0, 2, 3], np.int32),
+        versions=np.array([-1, 8, 9], np.int32),
+        kept_cache=np.array([0, 0, 1], np.uint8),
+    )
+    assert sample.num_kept_cache_tokens == 2
+    assert make_sample().num_kept_cache_tokens == 0
+
+
 def test_runs_expand_to_one_version_for_each_token() -> None:
     sample = make_sample(
         prompt=[1, 2], reply=[3, 4, 5], version_starts=np.array([0, 2, 4], np.int32), versions=np.array([-1, 8, 6], np.int32)
