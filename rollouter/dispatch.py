@@ -117,9 +117,9 @@ class Dispatcher:
 
     def cancel_hopeless(self, published: int, incarnation: str) -> int:
         """Give up rollouts that can no longer arrive within max_staleness of version `published`; how many. None is given up
-        where what is too old is trained nevertheless, or waited for."""
+        where what is too old is trained nevertheless."""
         bound = self._live.settings.max_staleness
-        if bound is None or self._live.settings.on_stale not in ("drop", "retry"):
+        if bound is None or self._live.settings.on_stale == "downweight":
             return 0
         hopeless = [
             flight

@@ -162,7 +162,7 @@ async def test_a_rollouter_that_is_killed_takes_no_retry_twice(tmp_path: Path) -
     assert replaced == [f"{first.rpartition('@')[0]}@p0+1"]
 
 
-@pytest.mark.parametrize(("on_stale", "cancelled"), [("drop", 4), ("retry", 4), ("downweight", 0), ("wait", 0)])
+@pytest.mark.parametrize(("on_stale", "cancelled"), [("drop", 4), ("retry", 4), ("wait", 4), ("downweight", 0)])
 async def test_rollouts_in_flight_are_given_up_only_where_their_samples_could_not_be_trained(
     tmp_path: Path, on_stale: str, cancelled: int
 ) -> None:
