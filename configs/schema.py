@@ -419,11 +419,7 @@ class Settings(Section):
             problems.append(
                 f"auto_staleness.min={self.auto_staleness.min} is above auto_staleness.max={self.auto_staleness.max}"
             )
-        if (
-            self.engine.max_requests is not None
-            and self.engine.max_requests > self.engine.max_num_seqs
-            and not self.engine.urls
-        ):
+        if self.engine.max_requests is not None and self.engine.max_requests > self.engine.max_num_seqs:
             problems.append(
                 f"engine.max_requests={self.engine.max_requests} is above engine.max_num_seqs={self.engine.max_num_seqs}: "
                 "those beyond would wait inside the engine"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from configs.keys import leaves
-from configs.schema import BusSettings, Settings
+from configs.schema import AutoStalenessSettings, BusSettings, Settings
 
 MADE_HERE = "tiny-sort"
 CONVERTED_HERE = "smollm2-135m-instruct"
@@ -25,7 +25,7 @@ def unused(settings: Settings, *, on_gpu: bool) -> dict[str, str]:
 
 def _unused(settings: Settings, on_gpu: bool) -> Iterator[tuple[str, str]]:
     if settings.engine.urls:
-        started_here = ("num_engines", "kv_cache_bytes", "gpu_memory_utilization", "max_num_seqs", "max_restarts", "extra_args")
+        started_here = ("num_engines", "kv_cache_bytes", "gpu_memory_utilization", "max_restarts", "extra_args")
         placed_here = ("placement", *_RAY_DETAILS)
         reason = "engine.urls are given: no engine is started here"
         yield from ((f"engine.{name}", reason) for name in (*started_here, *placed_here))
@@ -54,6 +54,11 @@ def _unused(settings: Settings, on_gpu: bool) -> Iterator[tuple[str, str]]:
             yield from ((f"bus.{name}", "only rediss:// addresses use TLS") for name in _TLS_DETAILS)
     else:
         yield from ((f"bus.{name}", "bus.transport is zmq") for name in BusSettings.model_fields if name.startswith("redis_"))
+    if not settings.auto_staleness.enabled:
+        reason = "auto_staleness.enabled is false: staleness_threshold stays as it is set"
+        yield from ((f"auto_staleness.{name}", reason) for name in AutoStalenessSettings.model_fields if name != "enabled")
+    if not settings.engine.adaptive_requests:
+        yield "engine.pressure_interval_s", "engine.adaptive_requests is false: nobody looks at the engines"
     if settings.max_staleness is None:
         yield "on_stale", "max_staleness is null: no sample is ever too old"
     if settings.max_staleness is None or settings.on_stale != "downweight":

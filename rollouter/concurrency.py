@@ -7,8 +7,9 @@ lets in; lowering it takes nothing from requests in flight, it only keeps the ne
     pressure   requests queue inside the engine, some were preempted, or the KV cache is fuller than FULL   limit * 3/4
     room       all seats are taken, others wait, and the KV cache is less full than ROOMY                   limit + 1/16
 
-Without the engine's own numbers, pressure is that a token takes SLOW times as long as in the best interval, and room that it
-takes less than half of that.
+A limit that was lowered is not lowered again before the requests in flight have come down to it. Without the engine's own
+numbers, pressure is that a token takes SLOW times as long as in the best interval, and room that it takes less than half of
+that.
 """
 
 from __future__ import annotations
@@ -79,6 +80,8 @@ def next_limit(limit: Limit, pressure: Pressure | None, demand: Demand, *, bound
         pressed = pressure.num_waiting > 0 or pressure.num_preemptions > limit.num_preemptions or pressure.kv_cache_usage > FULL
         roomy = pressure.kv_cache_usage < ROOMY
         limit = replace(limit, num_preemptions=pressure.num_preemptions)
+    if pressed and demand.in_flight > limit.requests:
+        return limit  # the decrease before has not taken effect yet
     if pressed:
         return replace(limit, requests=max(1, math.floor(min(limit.requests, max(demand.in_flight, 1)) * DECREASE)))
     if roomy and demand.num_waiting and demand.in_flight >= limit.requests:

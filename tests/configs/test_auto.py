@@ -56,6 +56,15 @@ def test_bounds_that_cross_are_refused() -> None:
         given("auto_staleness.min=3", "auto_staleness.max=2")
 
 
+def test_more_requests_than_an_engine_decodes_together_are_refused() -> None:
+    """Those beyond would wait inside it, unseen."""
+    with pytest.raises(ConfigError, match=r"engine\.max_requests=200 is above engine\.max_num_seqs=128"):
+        given("engine.max_requests=200")
+    live = LiveSettings(given())
+    with pytest.raises(ConfigError, match=r"engine\.max_requests=129 is above"):
+        changed(live, "ann", engine__max_requests=129)
+
+
 def changed(live: LiveSettings, author: str, **values: Any) -> dict[str, Any]:
     changes = live.change({key.replace("__", "."): value for key, value in values.items()}, author=author, now=0.0)
     return {change.key: change.new for change in changes}

@@ -19,6 +19,10 @@ def _unused(overrides: list[str], *, on_gpu: bool = False) -> dict[str, str]:
 @pytest.mark.parametrize(
     ("overrides", "on_gpu", "key", "is_unused"),
     [
+        ([], False, "auto_staleness.max", True),
+        (["staleness_threshold=auto"], False, "auto_staleness.max", False),
+        ([], False, "engine.pressure_interval_s", True),
+        (["engine.adaptive_requests=true"], False, "engine.pressure_interval_s", False),
         ([], False, "on_stale", True),
         (["max_staleness=2"], False, "on_stale", False),
         (["bus.keys_dir=/keys"], False, "bus.keys_dir", True),

@@ -53,6 +53,15 @@ def test_it_is_lowered_from_what_was_in_flight_and_not_from_an_unused_limit() ->
     assert next_limit(Limit(requests=100), seen, demand(8), bound=200).requests == 6
 
 
+def test_it_is_not_lowered_again_before_the_requests_in_flight_have_come_down_to_it() -> None:
+    """Else it falls to one while the requests of before still fill the cache."""
+    seen = Pressure(num_waiting=2, num_running=8, kv_cache_usage=0.99)
+    limit = next_limit(Limit(requests=16), seen, demand(16), bound=200)
+    for in_flight in (16, 15, 13):
+        assert next_limit(limit, seen, demand(in_flight), bound=200).requests == 12
+    assert next_limit(limit, seen, demand(12), bound=200).requests == 9
+
+
 def test_one_preemption_counts_once() -> None:
     seen = Pressure(num_waiting=0, num_running=8, kv_cache_usage=0.8, num_preemptions=1)
     limit = next_limit(Limit(requests=32), seen, demand(24), bound=100)
