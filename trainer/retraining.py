@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import structlog
@@ -18,7 +19,7 @@ from configs.loader import dump, validate
 from configs.schema import Settings
 from sample_bus.messages import Counts
 from sample_bus.position import BusPosition
-from trainer.aged import weights_of
+from trainer.aged import Weighting, weights_of
 from trainer.checkpoint import DIRECTORY, Part, load, save_checkpoint
 from trainer.comparison import Comparison, StepPair, VersionPair
 from trainer.errors import ReplayError
@@ -114,7 +115,7 @@ class _Retraining:
             samples,
             advantages,
             options_of(settings.trainer),
-            weights=weights_of(recorded.weighting, samples),
+            weights=weights_of(_weighting(recorded.weighting, self._again.overridden), samples),
         )
         self._step = recorded.step
         self.comparison.steps.append(StepPair(recorded=recorded, loss=report.loss, grad_norm=report.grad_norm))
@@ -161,6 +162,13 @@ class _Retraining:
         digest = snapshot.manifest.digest
         self.comparison.versions.append(VersionPair(step=self._step, recorded=published, digest=digest))
         return digest
+
+
+def _weighting(recorded: Weighting | None, overridden: Mapping[str, Any]) -> Weighting | None:
+    """Which tokens are too old is as recorded; how much they count may be another number."""
+    if recorded is None or "stale_weight_base" not in overridden:
+        return recorded
+    return replace(recorded, base=float(overridden["stale_weight_base"]))
 
 
 def _in_force(settings: Settings, recorded: Mapping[str, Any], overridden: Mapping[str, Any]) -> Settings:

@@ -11,6 +11,7 @@ import pytest
 import structlog
 from structlog.testing import capture_logs
 
+from configs.loader import load
 from configs.schema import Settings
 from console.journals import Journals
 from rollouter.codec import load_codec
@@ -23,6 +24,9 @@ from tests.fakes.fake_engine import Call
 from tests.fakes.sampling_engine import SamplingEngine
 from tests.integration.test_on_policy_anchor import settings_for
 from trainer import daemon as trainer_daemon
+from trainer.comparison import Comparison
+from trainer.replay import replay
+from trainer.replay_request import replay_dir
 from trainer.retained import Kept, retained_dir
 
 pytestmark = [pytest.mark.integration, pytest.mark.timeout(300)]
@@ -111,6 +115,20 @@ def slow_until_two_versions_later(engine: Engine) -> None:
     engine.before_reply = wait
 
 
+def check_trained_again(run_dir: Path) -> None:
+    """With the recorded weights every bit is the same; with others the first step that they touch differs."""
+
+    def again(*changes: str) -> Comparison:
+        changed = load(run_dir / "settings.yaml", [f"run_dir={replay_dir(run_dir)}", *changes], environment={})
+        _, comparison = replay(changed, of=run_dir, given={change.partition("=")[0] for change in changes})
+        return comparison
+
+    assert again().is_identical
+    other = again("stale_weight_base=0.25")
+    assert not other.is_identical
+    assert any("stale_weight_base" in reason for reason in other.reasons)
+
+
 @pytest.mark.parametrize("on_stale", ["drop", "retry", "downweight"])
 async def test_a_task_that_is_always_too_slow(tmp_path: Path, on_stale: str) -> None:
     """B34: the others are trained meanwhile. Dropped; issued again once and then dropped for good; or trained with less."""
@@ -132,6 +150,7 @@ async def test_a_task_that_is_always_too_slow(tmp_path: Path, on_stale: str) -> 
         weighting = [began.weighting for began, _ in outcome.steps()]
         assert all(one["max_staleness"] == BOUND for one in weighting)
         assert outcome.of(RetryAsked) == []
+        check_trained_again(tmp_path / "run")
         return
     assert max(ages)[0] <= BOUND
     assert [num_requeues(name) for name in slow] == ([0, 1] if on_stale == "retry" else [0])

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -19,6 +20,7 @@ from tests.fakes.fake_clock import FakeClock
 from tests.fakes.fake_consumer import FakeStreams
 from tests.fakes.samples import make_closed, make_sample
 from tests.trainer.runs import GROUP_SIZE, names, offer_group, records, trainer
+from trainer.advantages import group_advantages
 from trainer.age_gate import AgeGate
 from trainer.aged import AgeRule, Lineage, OnStale
 from trainer.groups import Group
@@ -115,6 +117,32 @@ async def test_a_retry_is_asked_for_once_though_its_drop_is_taken_again_after_a_
                 run.retries.take(["t#0@p"])
     assert len(records(tmp_path / "log", RetryAsked)) == 1
     assert [record.group_ids for record in records(tmp_path / "log", RetriesTaken)] == [["t#0@p"]]
+
+
+@pytest.mark.parametrize("on_stale", list(OnStale))
+async def test_a_stale_members_siblings_go_with_it_or_keep_it_in_their_baseline(tmp_path: Path, on_stale: OnStale) -> None:
+    """B33: rewards 0, 1, 1, 0, and the first is too old. Dropped with its siblings, its reward shapes nothing; weighted down,
+    it stays one of the four that the advantages are relative to."""
+    streams = FakeStreams()
+    async with trainer(streams, tmp_path / "log", rule=rule(on_stale), groups_per_step=1) as run:
+        run.version = 4
+        for seat, reward in enumerate((0.0, 1.0, 1.0, 0.0)):
+            version = 4 if seat else 1
+            place: dict[str, Any] = {"group_id": "t#0@p", "seat": seat, "group_size": 4}
+            streams.offer(make_sample(reward=reward, policy_version=version, **place))
+        offer(streams, "u#1@p", 4, 4)
+        batch = await run.take_step()
+        if on_stale is not OnStale.DOWNWEIGHT:
+            assert names(batch) == ["u#1@p"]
+            assert sum(run.intake.counts().dropped.values()) == 4
+            return
+        samples = [one.sample for group in batch.groups for one in group.members]
+        advantages = group_advantages(
+            np.array([sample.reward for sample in samples], np.float32),
+            [sample.group_id for sample in samples],
+            normalize_by_std=False,
+        )
+        assert advantages.tolist() == [-0.5, 0.5, 0.5, -0.5]
 
 
 # ── downweight ───────────────────────────────────────────────────────────────────────────────────────────────────────

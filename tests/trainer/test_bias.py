@@ -6,13 +6,15 @@ from typing import Any
 
 import pytest
 
-from sample_bus.messages import BiasReport
+from sample_bus.messages import BiasReport, Counts
+from sample_bus.position import BusPosition
 from sample_bus.protocols import Leased, LeasedClosure
 from sample_bus.spread import mean
 from tests.fakes.samples import lease, lease_closed, make_closed, make_sample
 from trainer.aged import Weighting
 from trainer.bias import MAX_SOURCES, OTHER, BiasBook, row_of, source_distance
 from trainer.groups import Dropped, DropReason, make_group
+from trainer.run_state import RunState
 
 WEIGHTING = Weighting(base=0.5, max_staleness=1, policy_version=5, incarnation="first", origin_version=0)
 
@@ -47,6 +49,21 @@ def test_the_report_survives_a_restart() -> None:
     for one in (book, again):
         one.drop(Dropped(reason=DropReason.STALE, records=(lease_sample(1),)))
     assert again.report() == book.report()
+
+
+def test_a_checkpoints_state_holds_the_report() -> None:
+    book = BiasBook()
+    book.train(make_group("g", [lease_sample(0)]), None)
+    state = RunState(
+        run_id="r",
+        incarnation="first",
+        step=1,
+        policy_version=1,
+        position=BusPosition(),
+        counts=Counts(trained=1, rolled_back=1),
+        bias=book.report(),
+    )
+    assert RunState.from_plain(state.as_plain(), "here") == state
 
 
 def test_a_row_shows_that_what_is_dropped_is_longer_and_of_other_sources() -> None:
