@@ -14,6 +14,7 @@ from sample_bus.journal import (
     Queued,
     RecordsDropped,
     RecordsGone,
+    RetryAsked,
     RollouterBegan,
     RollouterRecord,
     SampleOffered,
@@ -89,7 +90,9 @@ class Story:
                 text = (
                     f"admitted: task {record.task_id}, issue {record.issue}, seat {self.rollout[1]} of {record.group_size}, "
                     f"policy version {record.policy_version}, settings revision {record.settings_revision}"
-                )
+                ) + (f", in the place of {record.replaces}, which was too old" if record.replaces else "")
+            case GroupAdmitted(replaces=group_id) if group_id == self.rollout[0]:
+                text = f"its task was issued again as group {record.group_id}"
             case AttemptFailed() if (record.group_id, record.seat) == self.rollout:
                 what = (
                     "brought a late result, which was refused" if record.reason == LATE_RESULT else f"failed: {record.reason}"
@@ -145,6 +148,8 @@ class Story:
                 if covered and not self._is_covered:
                     self._is_covered = True
                     yield Event(record.at, "trainer", f"covered by the checkpoint of step {record.step}")
+            case RetryAsked(group_id=group_id) if group_id == self.rollout[0]:
+                yield Event(record.at, "trainer", "its group is too old: the rollouter is asked to issue the task again")
             case TrainerBegan():
                 yield from self._began(record)
             case _:

@@ -19,7 +19,9 @@ from sample_bus.journal import (
     LATE_RESULT,
     TRAINER_FILE,
     AttemptFailed,
+    GroupAdmitted,
     RecordsGone,
+    RetryAsked,
     SampleOffered,
     StepBegan,
     VersionPublished,
@@ -135,6 +137,23 @@ def test_the_story_of_a_rollout_that_was_given_up(tmp_path: Path, capsys: pytest
     assert "brought a late result, which was refused (after 9 s)" in out
     assert "rollout g4/1: in flight" in out
     assert out.count("the rollouter began again") == 1, "only where the rollout was still to be played"
+
+
+def test_the_story_of_a_group_that_was_too_old_leads_to_the_one_in_its_place(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """B34"""
+    lives = some_steps()
+    admitted = next(record for record in lives.rollouter_log if isinstance(record, GroupAdmitted) and record.group_id == "g3")
+    lives.trainer_log.append(RetryAsked(at=1003.0, group_id="g3", task_id=admitted.task_id))
+    lives.rollouter_log.append(replace(admitted, at=1004.0, group_id="g3+1", replaces="g3"))
+    run_dir = write_run(lives, tmp_path)
+    assert main(["ledger", "--run-dir", str(run_dir), "--sample", "g3/0"]) == 0
+    out = capsys.readouterr().out
+    assert "its group is too old: the rollouter is asked to issue the task again" in out
+    assert "its task was issued again as group g3+1" in out
+    assert main(["ledger", "--run-dir", str(run_dir), "--sample", "g3+1/0"]) == 0
+    assert "in the place of g3, which was too old" in capsys.readouterr().out
 
 
 def test_many_rollouts_are_a_line_each_and_none_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
