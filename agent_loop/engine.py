@@ -32,6 +32,8 @@ class SamplingParams:
     """Tokens at which the turn ends, besides the model's own end-of-sequence token; the stop token itself is kept."""
     seed: int | None = None
     """Seed of this request; None: the engine's own randomness."""
+    turn_goes_on: bool = False
+    """`max_tokens` is a part of the turn: when they are used up, the rollout comes back at once for the next part."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
