@@ -204,8 +204,8 @@ class Session:
         """Add to `parts` until the turn ends; how it ended."""
         fruitless = 0
         while True:
-            asked = min(budget, (None if self._slices is None else self._slices.next_size()) or budget)
-            part = await self._ask(asked)
+            asked = min(budget, (None if self._slices is None else self._slices.next_size(self._num_tokens)) or budget)
+            part = await self._ask(asked, turn_goes_on=asked < budget)
             num_new = int(part.token_ids.size)
             self._take(part, parts)
             budget -= num_new
@@ -225,7 +225,7 @@ class Session:
         self._num_tokens += int(part.token_ids.size)
         parts.append(part)
 
-    async def _ask(self, budget: int) -> Generation:
+    async def _ask(self, budget: int, *, turn_goes_on: bool) -> Generation:
         number = self._num_requests
         self._num_requests += 1
         seed = self.sampling.seed
@@ -233,6 +233,7 @@ class Session:
             self.sampling,
             max_tokens=budget,
             seed=None if seed is None else (seed + number * 0x9E3779B1) % (1 << 31),
+            turn_goes_on=turn_goes_on,
         )
         request_id = f"{self.rollout_id}-{number}"
         self._recorder.asked(budget)

@@ -1,8 +1,8 @@
 """How much of a turn is asked for at once, so that its tokens are recorded at bounded intervals. Pure but for the clock.
 
 Invariant: a slice is what an engine was typically seen to generate for one request within the interval, and at least MIN_TOKENS
-tokens; with an interval of 0 a turn is asked for whole. Where a slice ends changes no token at temperature 0; above it each
-slice draws with a seed of its own.
+tokens; it ends where the next one finds all but its last token in the prefix cache. With an interval of 0 a turn is asked for
+whole. Where a slice ends changes no token at temperature 0; above it each slice draws with a seed of its own.
 """
 
 from __future__ import annotations
@@ -15,7 +15,10 @@ from statistics import median
 FIRST_TOKENS = 32
 """Of a slice while no speed has been seen."""
 MIN_TOKENS = 16
-"""Each slice is a request with a prefill of up to a cache block: shorter ones would cost more than they save."""
+"""Each slice is a request: shorter ones would cost more than they save."""
+BLOCK_TOKENS = 32
+"""Engines cache whole blocks of 16 (GPU) or 32 (CPU) tokens, and compute a prompt's last token anew in any case: a context of a
+multiple of these and one token more is continued at the cost of one."""
 _REMEMBERED = 32
 
 
@@ -28,17 +31,30 @@ class Slices:
         self._seconds_per_token: deque[float] = deque(maxlen=_REMEMBERED)
         self.clock = clock
 
-    def next_size(self) -> int | None:
-        """Tokens to ask for at most; None: no bound."""
+    def next_size(self, context: int) -> int | None:
+        """Tokens to ask for at most behind a context of so many; None: no bound."""
         interval_s = self._interval_s()
         if interval_s <= 0:
             return None
-        if not self._seconds_per_token:
-            return FIRST_TOKENS
-        typical = median(self._seconds_per_token)  # a pause for new weights or a wait for a seat says nothing of the next slice
-        return None if typical <= 0 else max(MIN_TOKENS, int(interval_s / typical))
+        wanted = FIRST_TOKENS
+        if self._seconds_per_token:
+            typical = median(
+                self._seconds_per_token
+            )  # a pause for new weights, a wait for a seat: they say nothing of the next
+            if typical <= 0:
+                return None
+            wanted = int(interval_s / typical)
+        end = _aligned(context + wanted)
+        if end - context < MIN_TOKENS:
+            end = _aligned(context + MIN_TOKENS + BLOCK_TOKENS - 1)
+        return end - context
 
     def took(self, num_tokens: int, seconds: float) -> None:
         """A request brought so many tokens in so many seconds."""
         if num_tokens > 0:
             self._seconds_per_token.append(max(0.0, seconds) / num_tokens)
+
+
+def _aligned(length: int) -> int:
+    """The longest context up to `length` that ends a token behind a block."""
+    return (length - 1) // BLOCK_TOKENS * BLOCK_TOKENS + 1

@@ -106,8 +106,7 @@ def session_of(engine: Any, recorder: Kept, *, restored: tuple[Piece, ...] = (),
 
 def _of_size(size: int) -> Slices:
     slices = Slices(lambda: 1.0, clock=FakeClock())
-    slices.took(1, seconds=1.0 / size)
-    slices.took = lambda num_tokens, seconds: None  # type: ignore[method-assign]
+    slices.next_size = lambda context: size  # type: ignore[method-assign]
     return slices
 
 
@@ -143,7 +142,7 @@ async def test_first_slice_is_short_whatever_the_turn_may_be() -> None:
     engine = Greedy()
     session = session_of(engine, Kept(), slices=None)
     session._slices = Slices(lambda: 1.0, clock=FakeClock())
-    session.append([1, 2])
+    session.append([1])
     await session.generate()
     assert engine.asked[0] == FIRST_TOKENS
 

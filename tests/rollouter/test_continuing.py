@@ -27,7 +27,7 @@ from tests.fakes.fake_producer import FakeProducer, Stream
 from tests.fakes.slow_engine import SlowEngine, reply_of
 from tests.rollouter.desk import CODEC, DEADLINE_S, Desk, desk_settings, open_desk
 
-SHORTEST, LONGEST = 70, 90
+SHORTEST, LONGEST = 110, 130
 
 
 async def _staged(announced: WeightRound, engine: str, nonce: str) -> None:
@@ -44,7 +44,7 @@ async def slow_engine(version: int = 0, **changes: Any) -> SlowEngine:
 
 
 def settings_of(run_dir: Path, **rollouter: Any) -> Settings:
-    """A turn is asked for in slices of 32, 16, 16, … tokens."""
+    """A turn is asked for in slices of about 32 tokens."""
     return desk_settings(
         run_dir,
         sampling={"max_tokens": 200, "stop": ()},
