@@ -32,7 +32,7 @@ log = structlog.get_logger()
 
 
 class AgeGate:
-    """Belongs to the intake; `ask` is told each group that is dropped to have its task issued again, with the task."""
+    """Belongs to the intake."""
 
     def __init__(
         self,
@@ -40,8 +40,12 @@ class AgeGate:
         rule: Callable[[], AgeRule],
         lineage: Lineage,
         ask: Callable[[str, str], None] = lambda group_id, task_id: None,
+        on_hold: Callable[[Awaited], None] = lambda awaited: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """`ask` is told each group that is dropped to have its task issued again, with the task; `on_hold` what a step is held
+        for."""
+        self._on_hold = on_hold
         self._rule = rule
         self._lineage = lineage
         self.ask = ask
@@ -100,6 +104,7 @@ class AgeGate:
             log.info("step is held", awaits=str(lacks), at_most_s=rule.wait_s)
         if now - self._held_since < rule.wait_s:
             self.awaits = lacks
+            self._on_hold(lacks)
             return True
         log.warning("step is held no longer: what comes now will be too old", awaited=str(lacks), after_s=rule.wait_s)
         return False

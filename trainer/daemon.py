@@ -166,6 +166,7 @@ class TrainerDaemon:
             rule=lambda: AgeRule.of(live.settings),
             lineage=Lineage(incarnation=incarnation, origin_version=standing.policy_version),
             ask=self._retries.ask,
+            on_hold=lambda awaits: self._board.set(detail=str(awaits)),
         )
         self._assembler = GroupAssembler(
             on_failed_seat=live.settings.on_failed_seat,

@@ -22,7 +22,7 @@ from tests.fakes.samples import make_closed, make_sample
 from tests.trainer.runs import GROUP_SIZE, names, offer_group, records, trainer
 from trainer.advantages import group_advantages
 from trainer.age_gate import AgeGate
-from trainer.aged import AgeRule, Lineage, OnStale
+from trainer.aged import AgeRule, Awaited, Lineage, OnStale
 from trainer.groups import Group
 from trainer.plan import Batch
 
@@ -279,7 +279,8 @@ async def test_a_held_step_goes_on_when_the_setting_changes(tmp_path: Path) -> N
 
 def test_the_deadline_counts_from_when_the_step_could_have_been_taken() -> None:
     clock = FakeClock()
-    gate = AgeGate(rule=rule(OnStale.WAIT, wait_s=10.0), lineage=Lineage(incarnation="first"), clock=clock)
+    told: list[Awaited] = []
+    gate = AgeGate(rule=rule(OnStale.WAIT, wait_s=10.0), lineage=Lineage(incarnation="first"), clock=clock, on_hold=told.append)
     gate.take_status(status(2))
     assert gate.left_s() is None
     ready: list[Group] = []
@@ -289,6 +290,7 @@ def test_the_deadline_counts_from_when_the_step_could_have_been_taken() -> None:
         assert gate.left_s() is None
         assert gate.holds(ready, [], policy_version=3, groups_per_step=1) is (left is not None)
         assert gate.left_s() == left
+    assert told == [Awaited(next_version=4, num_open_groups=0, oldest_in_flight=2)] * 3
     gate.taken()
     assert gate.holds(ready, [], policy_version=3, groups_per_step=1)
 
