@@ -70,6 +70,8 @@ class Member:
         """Set while no request is with the engine."""
         self.idle.set()
         self._in_flight = 0
+        self.is_draining = False
+        """Before a pause with `partial_rollout=finish`: nobody is let in but turns that are under way."""
         self.restarts = 0
         self.failed_commits = 0
         """In a row, the engine's own: a staging that the trainer failed does not count."""

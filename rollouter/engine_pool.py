@@ -30,6 +30,7 @@ from rollouter.engine_member import EngineState, Held, Member, PartialRollout, W
 from rollouter.engine_round import bring
 from rollouter.engine_seats import Seats
 from rollouter.engines import EngineServer
+from rollouter.open_turns import OpenTurn, OpenTurns, goes_on_here, salt_of
 from rollouter.provenance import with_provenance
 from rollouter.ray_server import RayDriver, RayServer
 from rollouter.vllm_server import VllmServer
@@ -73,6 +74,7 @@ class EnginePool:
         self._ray: RayDriver | None = None
         self._members = self._make_members(socket_dir, log_dir)
         self._seats = Seats(self._members)
+        self._open_turns = OpenTurns(self._seats.give_back)
         self._limits = None if live is None else EngineLimits(self._members, self._seats, live, on_change=self._touch)
         self._newest: tuple[WeightRound, WaitStaged] | None = None
         self._alive = asyncio.Event()
@@ -158,6 +160,7 @@ class EnginePool:
     async def close(self) -> None:
         """Stop what was started here; afterwards no process and no socket of it is left."""
         self._seats.fail(EngineUnavailable("the engines are being closed"))
+        self._open_turns.close()
         for member in self._members:
             member.lose()
         await asyncio.gather(*(member.client.close() for member in self._members))
@@ -329,19 +332,29 @@ class EnginePool:
         return await self._generate_once(prompt_ids, sampling, f"{request_id}-again")
 
     async def _generate_once(self, prompt_ids: npt.NDArray[np.int32], sampling: SamplingParams, request_id: str) -> Generation:
-        member = await self._seats.take(session_of(request_id))
+        session = session_of(request_id)
+        turn = self._open_turns.take_up(session, num_tokens=int(prompt_ids.size))
+        member = await self._seat(session, turn)
         num_doubts = member.num_doubts
-        asked = member.held
-        assert asked is not None, f"{member.name} serves without weights"
+        assert member.held is not None, f"{member.name} serves without weights"
+        asked = salt_of(turn, member=member, held=member.held, mode=self._partial_rollout())
         started_at = time.monotonic()
+        turn = None
         try:
             generation = await member.client.generate(prompt_ids, sampling, request_id=request_id, cache_salt=asked.cache_salt)
+            num_new = int(generation.token_ids.size)
+            if session and sampling.turn_goes_on and generation.stop_reason == "length" and num_new == sampling.max_tokens:
+                num_tokens = int(prompt_ids.size) + num_new
+                turn = OpenTurn(member=member, asked=asked, fresh=member.fresh, num_tokens=num_tokens)
         except EngineUnavailable:
             member.suspect()
             self._touch()
             raise
         finally:
-            self._seats.give_back(member)
+            if turn is not None:
+                self._open_turns.leave(session, turn)
+            else:
+                self._seats.give_back(member)
         if member.num_doubts != num_doubts:
             raise EngineUnavailable(f"request {request_id}: it is in doubt which weights {member.name} held meanwhile")
         if (generation.versions == NO_VERSION).any():
@@ -350,6 +363,14 @@ class EnginePool:
         if self._limits is not None:
             self._limits.took(member, time.monotonic() - started_at, int(generation.token_ids.size))
         return with_provenance(generation, asked=asked, held=member.held or asked, fresh=member.fresh)
+
+    async def _seat(self, session: str, turn: OpenTurn | None) -> Member:
+        """The seat that the turn has kept, if its engine may be asked now; else a new one."""
+        if turn is not None:
+            if goes_on_here(turn, newest=self._seats.held):
+                return turn.member
+            self._seats.give_back(turn.member)
+        return await self._seats.take(session)
 
     # ── what is seen from outside ────────────────────────────────────────────────────────────────────────────────────
 

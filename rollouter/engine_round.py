@@ -149,16 +149,19 @@ async def _commit(
 
 
 async def _drain(member: Member, timeout_s: float) -> None:
-    """Until no request is with the engine; each ends by `engine.request_timeout_s`. Raises EngineUnavailable: nothing is wrong
-    with the engine, which serves on and is asked again."""
+    """Until no turn is under way. Raises EngineUnavailable at the deadline: nothing is wrong with the engine, which serves on
+    and is asked again."""
+    member.is_draining = True
     try:
         async with asyncio.timeout(timeout_s):
             await member.idle.wait()
     except TimeoutError:
         raise EngineUnavailable(
-            f"{member.name} still has {member.in_flight} requests {timeout_s:g} s after the last one was let in "
+            f"{member.name} still has {member.in_flight} requests {timeout_s:g} s after its door was closed "
             "(partial_rollout=finish, engine.request_timeout_s)"
         ) from None
+    finally:
+        member.is_draining = False
 
 
 async def _resume(member: Member) -> None:

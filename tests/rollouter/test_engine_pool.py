@@ -15,6 +15,7 @@ import pytest
 from agent_loop.engine import NO_VERSION, Generation, SamplingParams
 from agent_loop.errors import BadGeneration, EngineUnavailable, RequestRefused
 from agent_loop.session import Session
+from agent_loop.slices import Slices
 from configs.schema import EngineSettings, Settings, WeightSyncSettings
 from rollouter.daemon import open_pool
 from rollouter.engine_errors import EngineStartError
@@ -509,6 +510,90 @@ async def test_the_mode_is_read_at_each_round(tmp_path: Path) -> None:
         assert got[2].token_ids.size < 30
 
 
+class Pieces(Slices):
+    """Asks for so many tokens at a time."""
+
+    def __init__(self, num_tokens: int) -> None:
+        super().__init__(lambda: 1.0)
+        self.num_tokens = num_tokens
+
+    def next_size(self, *context: int) -> int:
+        return self.num_tokens
+
+
+def in_pieces(s: Setting, name: str, *, max_tokens: int, of: int) -> Session:
+    sampling = SamplingParams(temperature=1.0, max_tokens=max_tokens)
+    session = Session(s.pool, sampling, rollout_id=name, max_model_len=512, codec=Letters(), slices=Pieces(of))
+    session.append(PROMPT)
+    return session
+
+
+async def test_a_drain_waits_for_turns_that_are_asked_for_in_pieces(tmp_path: Path) -> None:
+    """B36: with `finish` a turn has one version, however many requests it takes; newcomers wait for the new one."""
+    async with opened(tmp_path, mode="finish", max_num_seqs=8) as s:
+        await s.sync(0)
+        server = s.servers[0]
+        server.token_s = 0.005
+        sessions = [in_pieces(s, f"r{i}.0", max_tokens=32, of=4) for i in range(4)]
+        turns = [asyncio.create_task(session.generate()) for session in sessions]
+        await eventually(lambda: server.active == 4)
+        syncing = asyncio.create_task(s.sync(1))
+        await eventually(lambda: s.states() == ["updating"])
+        late = asyncio.create_task(in_pieces(s, "late.0", max_tokens=4, of=4).generate())
+        assert {version for turn in await asyncio.gather(*turns) for version in turn.versions.tolist()} == {0}
+        await syncing
+        assert (await late).versions.tolist() == [1]
+        assert s.pool.statuses()[0].num_running == 0
+        assert not server.stale_reads
+
+
+async def test_keep_goes_on_with_the_cache_of_a_turn_that_is_asked_for_in_pieces(tmp_path: Path) -> None:
+    """Every piece bears the salt of the first, and those behind the change say that the cache was kept."""
+    async with opened(tmp_path) as s:
+        await s.sync(0)
+        server = s.servers[0]
+        server.token_s = 0.005
+        turn = asyncio.create_task(in_pieces(s, "r.0", max_tokens=40, of=4).generate())
+        await eventually(lambda: server.active == 1)
+        await asyncio.sleep(0.05)
+        await s.sync(1)
+        got = await turn
+        assert (got.versions[0], got.versions[-1]) == (0, 1)
+        assert got.kept_cache.tolist() == got.versions.tolist()
+        salts = [body["cache_salt"] for body in server.bodies if body["request_id"].startswith("r.0-")]
+        assert len(salts) == 10
+        assert len(set(salts)) == 1
+        assert (await s.generate(request_id="next")).kept_cache.tolist() == [0]
+
+
+async def test_recompute_gives_every_piece_behind_it_the_salt_of_the_new_version(tmp_path: Path) -> None:
+    async with opened(tmp_path, mode="recompute") as s:
+        await s.sync(0)
+        server = s.servers[0]
+        server.token_s = 0.005
+        turn = asyncio.create_task(in_pieces(s, "r.0", max_tokens=40, of=4).generate())
+        await eventually(lambda: server.active == 1)
+        await asyncio.sleep(0.05)
+        await s.sync(1)
+        got = await turn
+        assert not got.kept_cache.any()
+        assert len({body["cache_salt"] for body in server.bodies if body["request_id"].startswith("r.0-")}) == 2
+        assert not server.stale_reads
+
+
+async def test_a_turn_whose_rollout_does_not_come_back_gives_its_seat_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rollouter.open_turns._COMES_BACK_S", 0.05)
+    async with opened(tmp_path, max_num_seqs=1) as s:
+        await s.sync(0)
+        sampling = SamplingParams(temperature=1.0, max_tokens=4, turn_goes_on=True)
+        await s.pool.generate(PROMPT, sampling, request_id="gone.0-0")
+        assert s.pool.statuses()[0].num_running == 1
+        await s.generate(request_id="other.0-0")
+        assert s.pool.statuses()[0].num_running == 0
+
+
 async def test_a_drain_that_takes_too_long_fails_the_round_and_harms_nobody(tmp_path: Path) -> None:
     """The engine is not at fault: it serves on, is not killed, and takes the version once the request is gone."""
     async with opened(tmp_path, mode="finish", request_timeout_s=0.3) as s:
@@ -517,7 +602,7 @@ async def test_a_drain_that_takes_too_long_fails_the_round_and_harms_nobody(tmp_
         member = s.pool._members[0]
         member.enter()  # a request that never ends
         (result,) = await s.sync(1)
-        assert "still has 1 requests 0.3 s after the last one was let in" in result.message
+        assert "still has 1 requests 0.3 s after its door was closed" in result.message
         assert member.failed_commits == 0
         assert not server.paused
         assert "/pause" not in server.calls[server.calls.index("/resume") + 1 :]
