@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from agent_loop.engine import Generation, SamplingParams
-from tests.fakes.fake_engine import ALPHABET, EOS, FakeEngine, generation_of
+from tests.fakes.fake_engine import ALPHABET, EOS, Call, FakeEngine, generation_of
 
 _END_OF_PROMPT = ALPHABET.index("=") + 1
 _DIGITS = [ALPHABET.index(digit) + 1 for digit in "0123456789"]
@@ -43,6 +43,7 @@ class SlowEngine(FakeEngine):
         done = prompt[::-1].index(_END_OF_PROMPT)
         reply = reply_of(request_id.rpartition(".")[0], shortest=self.shortest, longest=self.longest)
         assert prompt[len(prompt) - done :] == reply[:done], f"{request_id}: the tokens so far are not those of its reply"
+        self.calls.append(Call(request_id=request_id, sampling=sampling, prompt_ids=prompt_ids, version=self.version))
         self.num_running += 1
         tokens: list[int] = []
         tally = None if self.tally is None else os.open(self.tally, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
