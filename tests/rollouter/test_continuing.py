@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import random
+from collections import Counter
 from pathlib import Path
 from typing import Any, cast
 
@@ -18,6 +20,7 @@ from configs.schema import Settings
 from rollouter.admission import HeldVersion
 from rollouter.books import Books
 from rollouter.failures import FailureReason
+from rollouter.progress import read_progress
 from rollouter.seat_policy import MAX_INTERRUPTIONS
 from sample_bus.journal import AttemptFailed, GroupAdmitted, RollouterBegan, read_journal
 from sample_bus.messages import Recovery, WeightRound
@@ -309,3 +312,38 @@ def test_deaths_without_gain_in_a_row_end_a_rollout_and_gains_start_the_count_an
         assert seat.num_interrupted == number
     die(0, then="retry")
     assert (seat.num_interrupted, seat.first_attempt, seat.kept_tokens) == (5, seat.attempt, 0)
+
+
+@pytest.mark.parametrize("seed", range(4))
+async def test_deaths_and_stops_at_any_moment_leave_every_reply_whole(tmp_path: Path, seed: int) -> None:
+    """B38: fifteen lives, some stopped in order, a damaged log among them; each seat brings exactly its reply."""
+    chance = random.Random(seed)
+    settings, stream = settings_of(tmp_path, max_concurrent_rollouts=16), Stream()
+    log = tmp_path / "journal" / "run-1" / "progress.log"
+    generated = kept_before_damage = 0
+    for life in range(16):
+        engine = await slow_engine(tokens_per_s=20_000.0)
+        producer = FakeProducer(stream)
+        async with open_desk(settings, producer, engine, num_samples_needed=32, process=f"p{life}") as desk:
+            desk.start()
+            if life == 15:
+                async with asyncio.timeout(DEADLINE_S):
+                    while len(stream.records) < 32:  # noqa: ASYNC110 - the stream has no event of its own
+                        await asyncio.sleep(0.001)
+                await _finish(desk)
+            else:
+                await asyncio.sleep(chance.random() * 0.03)
+                if chance.random() < 0.3:
+                    desk.run.keeper.close("stopped")
+                await desk.cut_off()
+        generated += engine.generated_tokens
+        if life == 7 and log.stat().st_size > 200:
+            kept_before_damage = sum(progress.num_tokens for progress in read_progress(log).values())
+            data = bytearray(log.read_bytes())
+            data[len(data) // 2] ^= 0xFF
+            log.write_bytes(data)
+    _check_replies(stream)
+    seats = Counter((sample.group_id, sample.seat) for sample in _samples(stream))
+    assert (len(seats), set(seats.values())) == (32, {1}), f"seed {seed}"
+    needed = sum(sample.num_trained_tokens for sample in _samples(stream))
+    assert needed <= generated <= needed + kept_before_damage, f"seed {seed}: only what damage cost was answered twice"
