@@ -210,7 +210,9 @@ class RollouterSettings(Section):
     max_concurrent_rollouts: int = live(
         256, Scope.NEXT_ADMISSION, ge=1, le=1_000_000, description="Rollouts in flight at most."
     )
-    rollout_timeout_s: float = Field(300.0, gt=0, description="Deadline of one rollout, reward included.")
+    rollout_timeout_s: float = live(
+        300.0, Scope.NEXT_ROLLOUT, gt=0, le=1e9, description="Deadline of one rollout, reward included."
+    )
     max_attempts: int = live(3, Scope.AT_ONCE, ge=1, le=1000, description="Times that a rollout is tried before it is dropped.")
     max_consecutive_failures: int = Field(64, ge=1, description="Failed rollouts in a row after which the run stops.")
     group_timeout_s: float | None = live(

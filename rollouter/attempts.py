@@ -25,9 +25,10 @@ class Attempts:
     """Plays attempts; owns those that do not end."""
 
     def __init__(
-        self, runner: Runner, *, timeout_s: float, on_late: Callable[[Plan, int], None], grace_s: float = GRACE_S
+        self, runner: Runner, *, timeout_s: Callable[[], float], on_late: Callable[[Plan, int], None], grace_s: float = GRACE_S
     ) -> None:
-        """`timeout_s`: the runner's own deadline of an attempt. `on_late` hears of each result that came too late."""
+        """`timeout_s`: the runner's own deadline of an attempt, asked at its beginning. `on_late` hears of each result that
+        came too late."""
         self._runner = runner
         self._timeout_s = timeout_s
         self._grace_s = grace_s
@@ -45,8 +46,9 @@ class Attempts:
         if stop.done():
             raise GivenUp(f"{given_up} before it began")
         playing = asyncio.create_task(self._runner.attempt(plan, number, recording), name=f"{plan.rollout_id}.{number}")
+        timeout_s = self._timeout_s()
         try:
-            await asyncio.wait((playing, stop), timeout=self._timeout_s + self._grace_s, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait((playing, stop), timeout=timeout_s + self._grace_s, return_when=asyncio.FIRST_COMPLETED)
         finally:
             if not playing.done():
                 await self._end(playing, plan, number)
@@ -57,7 +59,7 @@ class Attempts:
             raise GivenUp(f"{given_up} while it ran")
         if playing in self._left or playing.cancelled():
             raise TimeoutError(
-                f"rollout {plan.rollout_id} attempt {number} gave up after {self._timeout_s:g} s; its agent loop does not end "
+                f"rollout {plan.rollout_id} attempt {number} gave up after {timeout_s:g} s; its agent loop does not end "
                 "when it is cancelled"
             )
         try:

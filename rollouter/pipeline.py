@@ -104,7 +104,7 @@ class Pipeline:
             codec=codec,
             scorer=Scorer(self._reward, codec),
             max_model_len=settings.engine.max_model_len,
-            timeout_s=settings.rollouter.rollout_timeout_s,
+            timeout_s=lambda: self._live.settings.rollouter.rollout_timeout_s,
             seed=settings.seed,
             progress_interval_s=self._progress_interval_s,
         )

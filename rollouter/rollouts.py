@@ -64,12 +64,12 @@ class Runner:
         codec: TextCodec,
         scorer: Scorer,
         max_model_len: int,
-        timeout_s: float,
+        timeout_s: Callable[[], float],
         seed: int,
         progress_interval_s: Callable[[], float] = lambda: 0.0,
     ) -> None:
-        """`timeout_s` bounds one attempt, reward included; recorded attempts are recorded each `progress_interval_s`, or at the
-        end of each turn if that is 0."""
+        """`timeout_s`, asked at its beginning, bounds one attempt, reward included; recorded attempts are recorded each
+        `progress_interval_s`, or at the end of each turn if that is 0."""
         self._loop = loop
         self._engine = engine
         self._codec = codec
@@ -97,22 +97,22 @@ class Runner:
             recorder=recording,
             restored=() if recording is None else recording.restored,
         )
-        scoring = False
+        scoring, timeout_s = False, self._timeout_s()
         try:
-            async with asyncio.timeout(self._timeout_s) as deadline:
+            async with asyncio.timeout(timeout_s) as deadline:
                 await self._loop.run(plan.task, session)
                 trajectory = session.trajectory()
                 scoring = True
                 reward = await self._scorer.score(plan.task, trajectory)
             if deadline.expired():
                 raise LateResult(
-                    f"rollout {plan.rollout_id} attempt {number} brought a result after its deadline of {self._timeout_s:g} s"
+                    f"rollout {plan.rollout_id} attempt {number} brought a result after its deadline of {timeout_s:g} s"
                 )
         except LateResult:
             raise
         except TimeoutError as error:
             doing = "its reward was computed" if scoring else f"turn {session.num_turns + 1} was played"
-            limit = f"after {self._timeout_s:g} s" if deadline.expired() else "on a deadline of its own"
+            limit = f"after {timeout_s:g} s" if deadline.expired() else "on a deadline of its own"
             raise TimeoutError(
                 f"rollout {plan.rollout_id} attempt {number} gave up {limit} while {doing} ({session.num_tokens} tokens so far)"
             ) from error

@@ -105,7 +105,7 @@ async def take_up(
     cockpit = Cockpit(
         admission=admission,
         keeper=keeper,
-        attempts=Attempts(runner, timeout_s=settings.rollouter.rollout_timeout_s, on_late=count_late),
+        attempts=Attempts(runner, timeout_s=lambda: live.settings.rollouter.rollout_timeout_s, on_late=count_late),
         producer=link,
         policy=lambda: seat_policy_of(live.settings),
         quarantine=quarantine,

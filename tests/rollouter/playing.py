@@ -76,7 +76,7 @@ def make_runner(
         codec=CODEC,
         scorer=Scorer(load_reward(reward), CODEC),
         max_model_len=max_model_len,
-        timeout_s=timeout_s,
+        timeout_s=lambda: timeout_s,
         seed=1,
         progress_interval_s=lambda: progress_interval_s,
     )

@@ -61,7 +61,7 @@ class _Late:
 
 async def _attempts(loop: Any, late: _Late, *, timeout_s: float = 30.0, grace_s: float = 0.05) -> Attempts:
     runner = make_runner(await engine_at(), loop=loop, timeout_s=timeout_s)
-    return Attempts(runner, timeout_s=timeout_s, on_late=late, grace_s=grace_s)
+    return Attempts(runner, timeout_s=lambda: timeout_s, on_late=late, grace_s=grace_s)
 
 
 def _future() -> asyncio.Future[None]:
@@ -81,7 +81,7 @@ async def test_attempt_that_is_given_up_ends_at_once() -> None:
 
 async def test_attempt_given_up_before_it_began_asks_no_engine() -> None:
     engine = await engine_at()
-    attempts, stop = Attempts(make_runner(engine), timeout_s=30.0, on_late=lambda plan, number: None), _future()
+    attempts, stop = Attempts(make_runner(engine), timeout_s=lambda: 30.0, on_late=lambda plan, number: None), _future()
     stop.set_result(None)
     with pytest.raises(GivenUp):
         await attempts.play(make_plan(), 0, stop)

@@ -96,6 +96,26 @@ async def test_attempts_and_what_follows_a_failed_seat_change_under_a_failing_ro
         assert "engine unavailable" in reasons
 
 
+async def test_a_rollout_that_hangs_is_given_up_by_the_deadline_that_its_next_attempt_was_given(tmp_path: Path) -> None:
+    settings = make_settings(tmp_path, rollouter__max_attempts=2, rollouter__rollout_timeout_s=0.3)
+    attempts: list[str] = []
+
+    def hang(call: Call) -> Any:
+        attempts.append(call.request_id)
+        return asyncio.Event().wait()
+
+    async with stand_in_trainer(settings) as trainer, running_rollouter(settings, engine_of(trainer, before_reply=hang)):
+        await trainer.begin()
+        await trainer.change(rollouter__rollout_timeout_s=0.05)
+        await trainer.wait_status(lambda status: status.settings_revision == 1)
+        await trainer.publish(0)
+        closed = await trainer.lease_closures(8)
+    late = [seat for seat in closed if seat.reason == "timeout"]
+    assert {seat.group_id for seat in late} == {seat.group_id for seat in closed}
+    assert all("after 0.05 s" in seat.message for seat in late), [seat.message for seat in late]
+    assert {request.rsplit(".", 1)[1][0] for request in attempts} == {"0", "1"}
+
+
 async def test_the_level_of_the_log_follows_at_once(tmp_path: Path) -> None:
     settings = make_settings(tmp_path)
     before: Any = structlog.get_config()["wrapper_class"]
