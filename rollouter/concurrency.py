@@ -7,6 +7,7 @@ lets in; lowering it takes nothing from requests in flight, it only keeps the ne
     pressure   requests queue inside the engine, some were preempted, or the KV cache is fuller than FULL   limit * 3/4
     room       all seats are taken, others wait, and the KV cache is less full than ROOMY                   limit + 1/16
 
+Before it has met any pressure, a limit is doubled instead as long as the KV cache is nearly empty.
 A limit that was lowered is not lowered again before the requests in flight have come down to it. Without the engine's own
 numbers, pressure is that a token takes SLOW times as long as in the best interval, and room that it takes less than half of
 that.
@@ -22,6 +23,8 @@ from dataclasses import dataclass, replace
 FULL = 0.92
 """Share of KV blocks in use beyond which the next token of some request may find none."""
 ROOMY = 0.75
+NEARLY_EMPTY = 0.2
+"""Below it a limit that never met any pressure is doubled."""
 DECREASE = 0.75
 INCREASE = 1 / 16
 """Of the limit, at least one."""
@@ -61,6 +64,8 @@ class Limit:
     """The limit of one engine and what it was found from."""
 
     requests: int = FIRST
+    is_starting: bool = True
+    """No pressure was seen yet."""
     num_preemptions: int = 0
     best_seconds_per_token: float | None = None
 
@@ -83,9 +88,12 @@ def next_limit(limit: Limit, pressure: Pressure | None, demand: Demand, *, bound
     if pressed and demand.in_flight > limit.requests:
         return limit  # the decrease before has not taken effect yet
     if pressed:
-        return replace(limit, requests=max(1, math.floor(min(limit.requests, max(demand.in_flight, 1)) * DECREASE)))
+        requests = max(1, math.floor(min(limit.requests, max(demand.in_flight, 1)) * DECREASE))
+        return replace(limit, requests=requests, is_starting=False)
     if roomy and demand.num_waiting and demand.in_flight >= limit.requests:
-        return replace(limit, requests=min(bound, limit.requests + max(1, math.floor(limit.requests * INCREASE))))
+        doubles = limit.is_starting and pressure is not None and pressure.kv_cache_usage < NEARLY_EMPTY
+        more = limit.requests if doubles else max(1, math.floor(limit.requests * INCREASE))
+        return replace(limit, requests=min(bound, limit.requests + more))
     return limit
 
 

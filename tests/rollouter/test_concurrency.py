@@ -23,6 +23,16 @@ def test_it_rises_while_all_seats_are_taken_others_wait_and_the_cache_has_room()
     assert next_limit(Limit(requests=64), CALM, demand(64), bound=100).requests == 68
 
 
+def test_before_any_pressure_it_doubles_while_the_cache_is_nearly_empty() -> None:
+    empty = Pressure(num_waiting=0, num_running=8, kv_cache_usage=0.05)
+    assert next_limit(Limit(requests=8), empty, demand(8), bound=100).requests == 16
+    assert next_limit(Limit(requests=64), empty, demand(64), bound=100).requests == 100
+    full = Pressure(num_waiting=1, num_running=8, kv_cache_usage=0.95)
+    met = next_limit(Limit(requests=16), full, demand(16), bound=100)
+    assert not met.is_starting
+    assert next_limit(met, empty, demand(12), bound=100).requests == 13
+
+
 @pytest.mark.parametrize(
     ("seen", "wanted"),
     [
