@@ -12,6 +12,7 @@ import pytest_asyncio
 
 from agent_loop.engine import NO_VERSION, Engine, Generation, SamplingParams
 from agent_loop.session import Session, Trajectory
+from agent_loop.slices import Slices
 from rollouter.engine_member import PartialRollout
 from tests.agent_loop.scripted import Letters
 from tests.rollouter.served_engine import CLOSE, MAX_MODEL_LEN, Served, prompt_of, served_engines
@@ -44,9 +45,9 @@ class Recorded:
         return self.answers[-1]
 
 
-def session_of(engine: Engine, name: str, *, seed: int, max_tokens: int = MAX_TOKENS) -> Session:
+def session_of(engine: Engine, name: str, *, seed: int, max_tokens: int = MAX_TOKENS, slices: Slices | None = None) -> Session:
     sampling = SamplingParams(temperature=1.0, max_tokens=max_tokens, seed=seed)
-    return Session(engine, sampling, rollout_id=name, max_model_len=MAX_MODEL_LEN, codec=Letters())
+    return Session(engine, sampling, rollout_id=name, max_model_len=MAX_MODEL_LEN, codec=Letters(), slices=slices)
 
 
 def sampled(got: Trajectory) -> tuple[list[int], list[int]]:
@@ -144,6 +145,32 @@ async def test_finish_gives_a_turn_one_version(served: Served) -> None:
     assert len(engine.asked) == 1
     assert len(sampled(got)[0]) == 1
     assert_explained(served, got)
+
+
+@pytest.mark.parametrize("mode", MODES)
+async def test_a_turn_that_is_asked_for_in_pieces_is_treated_as_one(served: Served, mode: PartialRollout) -> None:
+    """`keep` goes on with the cache that the first piece began, `finish` lets all pieces end first."""
+    await served.sync(mode=mode)
+    for seed in range(30):
+        engine = Recorded(served.pool)
+        session = session_of(engine, f"pieces-{mode}-{served.version}.{seed}", seed=seed, slices=Slices(lambda: 0.05))
+        session.append(prompt_of(24, 100 + seed))
+        async with asyncio.timeout(HANG_S):
+            turn = asyncio.create_task(session.generate())
+            for _ in range(2):
+                await asyncio.sleep(0.05)
+                await served.sync(mode=mode)
+            await turn
+        got = session.trajectory()
+        versions, kept = sampled(got)
+        assert_explained(served, got)
+        if mode == "finish":
+            assert len(versions) == 1
+        else:
+            assert kept == [0] + [int(mode == "keep")] * (len(kept) - 1)
+        if len(engine.asked) > 2 and (mode == "finish" or (len(versions) > 2 and engine.answers[-1].versions.size == 1)):
+            return
+    raise AssertionError("no turn took three pieces over three versions")
 
 
 @pytest.mark.parametrize("mode", MODES)

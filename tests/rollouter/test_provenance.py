@@ -83,16 +83,20 @@ class Engine:
         return ended
 
 
-STEPS = ["keep", "keep", "empty", "other trainer", *["send", "arrive", "sample", "end"] * 2]
+STEPS = ["keep", "keep", "empty", "other trainer", "go on", *["send", "arrive", "sample", "end"] * 2]
 
 
 @settings(max_examples=400)
 @given(st.lists(st.tuples(st.sampled_from(STEPS), st.integers(0, 7)), min_size=20, max_size=60))
 def test_no_run_is_called_clean_that_read_what_other_weights_computed(steps: list[tuple[str, int]]) -> None:
-    """Requests are sent, arrive any number of commits later, and go on under whatever is loaded; those with one cache salt
-    share what they find. Two trainers may give the same number to different weights."""
+    """Requests are sent, arrive any number of commits later, and go on under whatever is loaded.
+
+    Those with one cache salt share what they find; a turn may go on under the salt that it began with. Two trainers may give
+    the same number to different weights.
+    """
     engine = Engine(held(0))
     on_their_way: list[Request] = []
+    asked_before: list[Held] = []
     for step, choice in steps:
         ended: list[Request] = []
         before, fresh_before = engine.now, engine.fresh
@@ -104,12 +108,16 @@ def test_no_run_is_called_clean_that_read_what_other_weights_computed(steps: lis
                 ended = engine.commit(held(version, before.incarnation + "b"), empties=choice % 2 == 0)
             case "send":
                 on_their_way.append(Request(engine.now))
+            case "go on" if asked_before:
+                asked = asked_before[choice % len(asked_before)]
+                on_their_way.append(Request(asked if asked.incarnation == engine.now.incarnation else engine.now))
             case "arrive" if on_their_way:
                 engine.running.append(on_their_way.pop(choice % len(on_their_way)))
             case "sample":
                 engine.sample()
             case "end" if engine.running:
                 ended = [engine.running.pop(choice % len(engine.running))]
+        asked_before += [request.asked for request in ended]
         for request in ended:  # the answer is read before the commit has ended, or after
             assert_honest(request, held_then=before, fresh=fresh_before)
             assert_honest(request, held_then=engine.now, fresh=engine.fresh)
