@@ -9,11 +9,13 @@ The rule, once a window of `interval_steps` steps:
     importance weights spread too far (ESS < min_effective_sample_size)   threshold * 1/2   at once
     the trainer waits more than target_waiting_share                      threshold + 1/4   after `patience` such windows
     it waits less than half of that                                       threshold - 1/8   after `patience` such windows
+    a raise has not shortened the wait                                    back to before    in the first window after it
 
-in a row. Between half the target and the target nothing moves. A raise also needs an ESS some way above its floor, and does not
-go back near a threshold that was halved within the last REMEMBERED windows, so that the first rule seldom has to undo it. Each
-move against the one before doubles the patience (up to MAX_PATIENCE windows), each move in the same direction halves it: a run
-that oscillates comes to rest, one that has far to go gets there.
+in a row. Where generation itself is too slow, running further ahead only ages the samples: hence the last rule. Between half
+the target and the target nothing moves. A raise also needs an ESS some way above its floor, and does not go back near a threshold
+that was left for the first or the last rule within REMEMBERED windows, so that it is seldom undone. Each move against the one
+before doubles the patience (up to MAX_PATIENCE windows), each move in the same direction halves it: a run that oscillates comes
+to rest, one that has far to go gets there.
 """
 
 from __future__ import annotations
@@ -31,9 +33,11 @@ LEAST = 0.0625
 """Half of less than twice this is nothing: the multiplicative decrease ends at auto_staleness.min."""
 ESS_MARGIN = 0.25
 """A raise needs an ESS above its floor by this share of what lies between the floor and 1."""
+BENEFIT = 0.05
+"""By this share of itself a raise has to shorten the wait."""
 MIN_PATIENCE, MAX_PATIENCE = 1, 8
 REMEMBERED = 32
-"""Windows for which a threshold counts as too high after it was halved."""
+"""Windows for which a threshold counts as too high after it did harm, or no good."""
 
 
 class Direction(IntEnum):
@@ -85,6 +89,16 @@ class Window:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Raise:
+    """A raise whose use has not shown yet."""
+
+    before: float
+    to: float
+    waiting_share: float
+    """Before it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class State:
     """What the controller remembers."""
 
@@ -99,9 +113,11 @@ class State:
     num_wanted: int = 0
     last_move: Direction = Direction.NONE
     too_high: float = math.inf
-    """The threshold that was halved last; inf once that is REMEMBERED windows ago."""
+    """The threshold that did harm, or no good; inf once that is REMEMBERED windows ago."""
     num_since: int = 0
     """Windows since then."""
+    raised: Raise | None = None
+    """The newest move, if it was a raise and its first window is not over."""
 
 
 def observe(
@@ -152,6 +168,11 @@ def _judge(state: State, window: Window, threshold: float, settings: AutoStalene
         why = f"effective sample size {ess:.3f} is below {floor:g}"
         state = replace(state, too_high=threshold, num_since=0)
         return _move(state, Direction.DOWN, settings.min if halved < LEAST else halved, why, threshold, settings)
+    raised, state = state.raised, replace(state, raised=None)
+    if raised is not None and raised.to == threshold and share > max(target, raised.waiting_share * (1 - BENEFIT)):
+        why = f"the trainer waits {share:.1%} of its time, {raised.waiting_share:.1%} before the raise: it is of no use"
+        state = replace(state, too_high=threshold, num_since=0)
+        return _move(state, Direction.DOWN, raised.before, why, threshold, settings)
     if share > target and ess >= floor + ESS_MARGIN * (1 - floor) and threshold + RAISE <= state.too_high - LOWER:
         wanted, to, why = Direction.UP, threshold + RAISE, f"the trainer waits {share:.1%} of its time, more than {target:.1%}"
     elif share < target / 2:
@@ -166,7 +187,10 @@ def _judge(state: State, window: Window, threshold: float, settings: AutoStalene
     state = replace(state, wanted=wanted, num_wanted=num_wanted)
     if num_wanted < state.patience:
         return state, None
-    return _move(state, wanted, to, why, threshold, settings)
+    state, move = _move(state, wanted, to, why, threshold, settings)
+    if move is not None and wanted is Direction.UP:
+        state = replace(state, raised=Raise(before=threshold, to=move.threshold, waiting_share=share))
+    return state, move
 
 
 def _move(

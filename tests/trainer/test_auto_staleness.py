@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from configs.schema import AutoStalenessSettings
 from trainer.auto_staleness import (
+    BENEFIT,
     ESS_MARGIN,
     LEAST,
     MAX_PATIENCE,
@@ -100,7 +101,7 @@ def test_what_the_change_before_set_in_motion_is_not_looked_at() -> None:
     (move,) = trainer.see_many(4, step(0.5))
     assert trainer.threshold == move.threshold == 2.25
     assert trainer.see_many(settling_steps(2.25, 2), step(0.5, ess=0.01)) == []
-    assert [moved.threshold for moved in trainer.see_many(4, step(0.5))] == [2.5]
+    assert [moved.threshold for moved in trainer.see_many(4, step(0.4))] == [2.5]
 
 
 def test_a_human_change_begins_a_new_window() -> None:
@@ -142,8 +143,29 @@ def test_a_run_that_oscillates_comes_to_rest() -> None:
 
 def test_a_run_that_has_far_to_go_gets_there() -> None:
     trainer = Trainer(0.0)
-    trainer.see_many(400, step(0.9))
+    for _ in range(400):
+        trainer.see(step(0.95 - 0.2 * trainer.threshold))
     assert trainer.threshold == 4.0
+
+
+def test_a_raise_that_does_not_shorten_the_wait_is_taken_back_and_not_tried_again_soon() -> None:
+    """Generation is too slow: running further ahead would age the samples and help nobody."""
+    trainer = Trainer(1.0)
+    trainer.settle()
+    up, back = trainer.see_many(12, step(0.8))
+    assert (up.threshold, back.threshold) == (1.25, 1.0)
+    assert "of no use" in back.why
+    assert trainer.see_many(4 * (REMEMBERED - 1), step(0.8)) == []
+    assert [move.threshold for move in trainer.see_many(4 * 8, step(0.8))] == [1.25, 1.0]
+
+
+def test_a_raise_after_which_a_human_set_another_value_is_not_taken_back() -> None:
+    trainer = Trainer(1.0)
+    trainer.settle()
+    trainer.see_many(4, step(0.8))
+    trainer.threshold = 2.0
+    trainer.settle()
+    assert [move.threshold for move in trainer.see_many(4, step(0.8))] == [2.25]
 
 
 @given(
@@ -197,7 +219,7 @@ def test_in_a_closed_loop_it_stays_where_both_targets_hold_or_cannot_hold_togeth
 ) -> None:
     """A run whose waiting falls and whose weights spread as the threshold rises, with noise on both. Once it is there, the
     effective sample size is nearly always above its floor, and mostly the trainer waits no more than it may, unless the next
-    raise would cost the effective sample size its margin, or the upper bound forbids it."""
+    raise would be of no use, or would cost the effective sample size its margin, or the upper bound forbids it."""
     floor = SETTINGS.min_effective_sample_size
     margin = floor + ESS_MARGIN * (1 - floor) + 0.02
 
@@ -209,7 +231,9 @@ def test_in_a_closed_loop_it_stays_where_both_targets_hold_or_cannot_hold_togeth
 
     def is_right(at: float) -> bool:
         waits_little = waiting_at(at) <= SETTINGS.target_waiting_share + 0.02
-        return ess_at(at) >= floor - 0.02 and (waits_little or at == SETTINGS.max or ess_at(at + RAISE) < margin)
+        of_no_use = waiting_at(at) - waiting_at(at + RAISE) < BENEFIT * waiting_at(at) + 0.02
+        may_not = at == SETTINGS.max or ess_at(at + RAISE) < margin
+        return ess_at(at) >= floor - 0.02 and (waits_little or of_no_use or may_not)
 
     trainer, visited = Trainer(threshold), []
     for number in range(1200):
@@ -226,6 +250,7 @@ def test_what_was_too_high_is_not_tried_again_at_once() -> None:
     trainer.settle()
     trainer.see_many(4, step(0.5, ess=0.5))
     assert trainer.threshold == 0.5
-    (up,) = trainer.see_many(60, step(0.5))
+    (up,) = [move for move in (trainer.see(step(0.9 - 0.5 * trainer.threshold)) for _ in range(100)) if move is not None]
     assert up.threshold == 0.75
-    assert [move.threshold for move in trainer.see_many(REMEMBERED * 4, step(0.5))][:1] == [1.0]
+    later = [move for move in (trainer.see(step(0.9 - 0.5 * trainer.threshold)) for _ in range(100)) if move is not None]
+    assert later[0].threshold == 1.0
