@@ -201,7 +201,7 @@ class AutoStalenessSettings(Section):
 
 class SamplingSettings(Section):
     temperature: float = live(1.0, Scope.NEXT_ROLLOUT, gt=0, le=10, description="Sampling temperature of training rollouts.")
-    max_tokens: int = live(64, Scope.NEXT_ROLLOUT, ge=1, description="New tokens of one turn at most.")
+    max_tokens: int = live(64, Scope.NEXT_ROLLOUT, ge=1, le=1_000_000_000, description="New tokens of one turn at most.")
     stop: tuple[str, ...] = Field((), description="Strings, each one token of the model, at which a turn ends.")
 
 
@@ -320,7 +320,7 @@ class Settings(Section):
         8, ge=2, description="Rollouts of one task; advantages are relative to siblings, so there are at least two."
     )
     samples_per_step: int = live(
-        64, Scope.NEXT_STEP, ge=1, description="Samples of one optimizer step; a multiple of group_size."
+        64, Scope.NEXT_STEP, ge=1, le=1_000_000_000, description="Samples of one optimizer step; a multiple of group_size."
     )
     staleness_threshold: float = live(
         0.5,
@@ -334,6 +334,7 @@ class Settings(Section):
         1,
         Scope.NEXT_SYNC,
         ge=1,
+        le=1_000_000_000,
         description="Optimizer steps between two published versions; the last step is always published.",
     )
     max_staleness: int | None = live(
@@ -361,7 +362,7 @@ class Settings(Section):
         "seat with a fresh rollout (up to rollouter.max_task_failures times, then as train_survivors).",
     )
     min_survivors: int = live(
-        2, Scope.AT_ONCE, ge=2, description="Siblings that a group needs to be trained without the others."
+        2, Scope.AT_ONCE, ge=2, le=1_000_000, description="Siblings that a group needs to be trained without the others."
     )
     partial_rollout: Literal["keep", "recompute", "finish"] = live(
         "keep",

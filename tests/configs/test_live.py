@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from typing import Any
 
 import pytest
@@ -132,3 +133,11 @@ def test_every_key_says_whether_it_is_live_and_from_when() -> None:
     assert len(lines) == len(leaves())
     for line, leaf in zip(lines, leaves().values(), strict=True):
         assert line.endswith(f"[live: {leaf.scope}]" if leaf.scope else "[fixed for the run]")
+
+
+@pytest.mark.parametrize("key", live_keys())
+@pytest.mark.parametrize("value", [10**30, -(10**30), 1e308, -1e308, math.nan, math.inf, [], {}, "", "x" * 10_000])
+def test_no_live_setting_takes_what_no_run_could_mean(key: str, value: Any) -> None:
+    """B118: huge, negative, no number, infinite, of another type: each setting refuses it by itself, before it is sent."""
+    with pytest.raises(ConfigError, match=rf"^set: {re.escape(key)}"):
+        with_live(Settings(), {key: value})

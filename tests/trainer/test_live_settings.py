@@ -113,7 +113,7 @@ async def test_a_change_is_kept_in_force_and_published_when_it_is_answered(make:
         ({"trainer.learning_rate": -1}, "greater than or equal to 0"),
         ({"trainer.clip_high": 1e300}, "less than or equal to"),
         ({"trigger_parameter_sync_step": 0}, "greater than or equal to 1"),
-        ({"trigger_parameter_sync_step": 10**18}, "is above num_steps=100"),
+        ({"trigger_parameter_sync_step": 101}, "is above num_steps=100"),
         ({"samples_per_step": "many"}, "valid integer"),
         ({"samples_per_step": 60}, "no multiple of group_size=8 (nearest: 56 or 64)"),
         ({"samples_per_step": 1024}, "bus.max_queued_samples=512 is below samples_per_step=1024"),
