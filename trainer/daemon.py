@@ -160,7 +160,9 @@ class TrainerDaemon:
         self._level = live.settings.logging.level
         self._clock = ActivityClock()
         self._retained = Retained(retained_dir(settings.run_dir, standing.run_id)) if settings.bus.retain else None
-        self._commits = Commits(hub, journal, at_once=live.settings.checkpoint.every_steps == 0)
+        cadences = {change.old for change in live.changes if change.key == "checkpoint.every_steps"}
+        never_saves = cadences | {live.settings.checkpoint.every_steps} == {0}
+        self._commits = Commits(hub, journal, at_once=never_saves)
         self._retries = Retries(run_id=standing.run_id, write=journal.write, history=standing.history.retries)
         gate = AgeGate(
             rule=lambda: AgeRule.of(live.settings),

@@ -154,6 +154,26 @@ async def test_checkpoints_begin_and_end_with_their_cadence(tmp_path: Path) -> N
     assert [path.name for path in (tmp_path / "checkpoints").glob("step_*")] == ["step_4"]
 
 
+async def test_what_is_trained_after_checkpoints_were_ended_stays_with_the_producers_over_a_restart(tmp_path: Path) -> None:
+    """The run can still be taken up from its last checkpoint, whoever restarts how often."""
+    settings = settings_for(tmp_path, num_steps=6, **{"checkpoint.every_steps": 1, "checkpoint.resume": "auto"})
+    async with daemon(settings) as task, rollouter(settings) as link:
+        await offer(link, 0, 2)
+        await status_where(link, lambda status: status.step == 1 and "step 2" in status.detail)
+        await change(link, {"checkpoint.every_steps": 0})
+        await offer(link, 2, 4)
+        await status_where(link, lambda status: status.step == 2)
+        task.cancel()
+    for last_step in (3, 4):
+        async with daemon(settings) as task, rollouter(settings) as link:
+            await offer(link, 2 * last_step - 2, 2 * last_step)
+            await status_where(link, lambda status, until=last_step: status.step == until)
+            assert link.producer_statistics().committed == 8
+            task.cancel()
+    taken = [(record.step, record.replayed) for record in journal(tmp_path, StepTrained)]
+    assert taken == [(1, False), (2, False), (2, True), (3, False), (2, True), (3, True), (4, False)]
+
+
 async def test_steps_taken_again_keep_their_options_and_later_ones_have_what_was_set_since(tmp_path: Path) -> None:
     """Step 2 is in no checkpoint; after it the rate was changed once more, and the restart is given a third one."""
     settings = settings_for(tmp_path, **{"checkpoint.every_steps": 1, "checkpoint.resume": "auto"})
