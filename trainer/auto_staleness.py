@@ -12,10 +12,10 @@ The rule, once a window of `interval_steps` steps:
     a raise has not shortened the wait                                    back to before    in the first window after it
 
 in a row. Where generation itself is too slow, running further ahead only ages the samples: hence the last rule. Between half
-the target and the target nothing moves. A raise also needs an ESS some way above its floor, and does not go back near a threshold
-that was left for the first or the last rule within REMEMBERED windows, so that it is seldom undone. Each move against the one
-before doubles the patience (up to MAX_PATIENCE windows), each move in the same direction halves it: a run that oscillates comes
-to rest, one that has far to go gets there.
+the target and the target nothing moves. A raise also needs an ESS some way above its floor, and does not go back near a
+threshold that was left for the first or the last rule within REMEMBERED windows, so that it is seldom undone. Each move
+against the one before doubles the patience (up to MAX_PATIENCE windows), each move in the same direction halves it: a run
+that oscillates comes to rest, one that has far to go gets there.
 """
 
 from __future__ import annotations

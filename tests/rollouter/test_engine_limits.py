@@ -44,6 +44,13 @@ class Engines:
             request_id = f"r{len(self.asked)}"
             self.asked.append(asyncio.create_task(self.pool.generate(prompt, sampling, request_id=request_id)))
 
+    async def ask_until(self, holds: Callable[[], bool], *, max_tokens: int = 4) -> None:
+        """Keep a hundred requests under way until `holds`."""
+        async with asyncio.timeout(WAIT_S):
+            while not holds():
+                self.ask(100 - sum(not one.done() for one in self.asked), max_tokens=max_tokens)
+                await asyncio.sleep(0.002)
+
     async def all_answered(self) -> None:
         async with asyncio.timeout(WAIT_S):
             await asyncio.gather(*self.asked)
@@ -133,8 +140,7 @@ async def test_an_engine_with_room_gets_more_as_long_as_requests_wait(tmp_path: 
         (server,) = engines.servers
         server.kv_requests, server.token_s = 1000, 0.002
         assert engines.limits == [8]
-        engines.ask(600, max_tokens=8)
-        await eventually(lambda: (engines.limits[0] or 0) >= 16)
+        await engines.ask_until(lambda: (engines.limits[0] or 0) >= 16)
         await engines.all_answered()
         assert server.peak_active <= 64
         reached = engines.limits
@@ -146,8 +152,7 @@ async def test_an_engine_whose_cache_is_full_gets_fewer(tmp_path: Path) -> None:
     async with opened(tmp_path, **{**QUICK, "engine.adaptive_requests": True}) as engines:
         (server,) = engines.servers
         server.kv_requests, server.token_s = 4, 0.005
-        engines.ask(60, max_tokens=6)
-        await eventually(lambda: (engines.limits[0] or 0) <= 4)
+        await engines.ask_until(lambda: (engines.limits[0] or 0) <= 4)
         await engines.all_answered()
 
 
@@ -156,8 +161,7 @@ async def test_each_engine_is_judged_by_itself(tmp_path: Path) -> None:
         roomy, full = engines.servers
         roomy.kv_requests, full.kv_requests = 1000, 2
         roomy.token_s = full.token_s = 0.004
-        engines.ask(300, max_tokens=6)
-        await eventually(lambda: (engines.limits[0] or 0) > 8 and (engines.limits[1] or 99) <= 2)
+        await engines.ask_until(lambda: (engines.limits[0] or 0) > 8 and (engines.limits[1] or 99) <= 2)
         await engines.all_answered()
 
 
@@ -166,8 +170,7 @@ async def test_the_rollouts_allowed_in_all_bound_it(tmp_path: Path) -> None:
     async with opened(tmp_path, **values) as engines:
         (server,) = engines.servers
         server.kv_requests, server.token_s = 1000, 0.002
-        engines.ask(200)
-        await eventually(lambda: engines.limits == [9])
+        await engines.ask_until(lambda: engines.limits == [9])
         await engines.all_answered()
         assert server.peak_active <= 9
 
@@ -176,12 +179,10 @@ async def test_without_statistics_it_goes_by_how_long_a_token_takes(tmp_path: Pa
     async with opened(tmp_path, **{**QUICK, "engine.adaptive_requests": True}) as engines:
         (server,) = engines.servers
         server.token_s = 0.002
-        engines.ask(200)
-        await eventually(lambda: (engines.limits[0] or 0) > 8)
+        await engines.ask_until(lambda: (engines.limits[0] or 0) > 8)
         reached = engines.limits[0] or 0
         server.token_s = 0.1
-        engines.ask(200)
-        await eventually(lambda: (engines.limits[0] or 99) < reached)
+        await engines.ask_until(lambda: (engines.limits[0] or 99) < reached)
         server.token_s = 0.0
         await engines.all_answered()
 
