@@ -40,6 +40,7 @@ from sample_bus.position import BusPosition
 from sample_bus.protocols import Hub, Leased, LeasedClosure
 from sample_bus.sample import Sample, SampleId
 from tests.fakes.fake_engine import FakeEngine, FakeTokenizer
+from trainer.demand import StepAccount
 
 DEADLINE_S = 30.0
 """Against hangs only."""
@@ -97,6 +98,8 @@ class StandInTrainer:
         self.samples: list[Sample] = []
         self.closures: list[LeasedClosure] = []
         """Closed seats that came, unsettled."""
+        self.account: StepAccount | None = None
+        """What it says of the seats that its steps took; None: nothing."""
         self.commits = True
         """What is settled is final at once, as without checkpoints."""
         self.reports: list[Message] = []
@@ -128,6 +131,8 @@ class StandInTrainer:
                 incarnation=self.incarnation,
                 origin_version=self.origin_version,
                 policy_version=self.policy_version,
+                consumed_seats=None if self.account is None else self.account.consumed_seats,
+                demand=None if self.account is None else self.account.said()["demand"],
                 num_steps=self.settings.num_steps,
                 model_dir="/no/model/is/needed",
                 model_dtype="float32",
