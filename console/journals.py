@@ -52,6 +52,8 @@ class Journals:
             run_id = (run_dir / RUN_ID_FILE).read_text(encoding="utf-8").strip()
         except OSError as error:
             raise NoRun(f"{run_dir}: no run has kept books here ({RUN_ID_FILE}: {error.strerror or error})") from None
+        if not journal_dir(run_dir, run_id).is_dir() or "/" in run_id:
+            raise NoRun(f"{run_dir / RUN_ID_FILE}: got {run_id[:40]!r}, and there is no {journal_dir(run_dir, run_id[:40])}")
         return cls(run_dir=run_dir, run_id=run_id)
 
     @property

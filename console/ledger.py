@@ -19,6 +19,7 @@ from console.story import Event, Story, matching
 from sample_bus.books import Books, Place, Reading
 from sample_bus.issued import Rollout
 from sample_bus.ledger import by_reason
+from sample_bus.settlements import LOST_WITH_TRAINER, PRODUCER_LOST
 
 _TOLD = 16
 """Rollouts told in full; of more, a line each."""
@@ -32,6 +33,8 @@ def ledger(run_dir: Path, *, as_json: bool, sample: str | None) -> int:
 
     Returns 1 if the books do not close. Raises NoRun, JournalError.
     """
+    if sample is not None and not sample.strip():
+        raise NoRun("--sample: got nothing, expected GROUP/SEAT, a group, a beginning of one, or PRODUCER/EPOCH/SEQ")
     journals = Journals.of(run_dir)
     reading = journals.read()
     if sample is not None:
@@ -104,16 +107,33 @@ def _trainer(run_dir: Path, books: Books) -> str:
 def _restarts(books: Books) -> str:
     text = f"trainer {max(0, books.trainers - 1)}, rollouter {max(0, books.rollouters - 1)}"
     if books.rolled_back:
-        text += f"; {books.rolled_back} samples came again, because their training went with a trainer"
+        text += f"; the training of {books.rolled_back} samples went with a trainer, those that were kept came again"
     return text
 
 
 def _verdict(books: Books) -> list[str]:
     if books.closes:
-        return ["the ledger closes: no rollout is lost, none was trained twice"]
+        return _closing_words(books)
     more = books.num_problems - len(books.problems)
     lines = ["the ledger DOES NOT CLOSE:", *(f"- {problem}" for problem in books.problems)]
     return [*lines, f"- and {more} more"] if more > 0 else lines
+
+
+def _closing_words(books: Books) -> list[str]:
+    lost = {reason: books.dropped[reason] for reason in (LOST_WITH_TRAINER, PRODUCER_LOST) if books.dropped.get(reason)}
+    uncertain = books.on_the_way if books.way != "on the way" else 0
+    if not lost and not uncertain:
+        return ["the ledger closes: no rollout is lost, none was trained twice"]
+    lines = ["the ledger closes: every rollout is accounted for, none was trained twice"]
+    if lost.get(LOST_WITH_TRAINER):
+        lines.append(
+            f"- {lost[LOST_WITH_TRAINER]} samples were lost with the checkpoint, or the trainer, that held their effect"
+        )
+    if lost.get(PRODUCER_LOST):
+        lines.append(f"- {lost[PRODUCER_LOST]} samples were lost with the copies of their producer")
+    if uncertain:
+        lines.append(f"- {uncertain} samples were offered and not taken: only the broker can tell whether they still lie there")
+    return lines
 
 
 # ── one rollout ──────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -20,10 +20,20 @@ from enum import StrEnum
 from sample_bus.issued import Handed, Issued, Rollout
 from sample_bus.ledger import identity
 from sample_bus.sample import SampleId
-from sample_bus.settlements import LOST_WITH_TRAINER, SETTLED, Fate, Outcome, Problems, Settlements, in_words, name_of
+from sample_bus.settlements import (
+    LOST_WITH_TRAINER,
+    PRODUCER_LOST,
+    SETTLED,
+    Fate,
+    Outcome,
+    Problems,
+    Settlements,
+    in_words,
+    name_of,
+)
 
 REJECTED = "rejected"
-_CAME_TO_NOTHING = frozenset({REJECTED, LOST_WITH_TRAINER})
+_CAME_TO_NOTHING = frozenset({REJECTED, LOST_WITH_TRAINER, PRODUCER_LOST})
 _NAMED = 5
 """Rollouts named in a problem that concerns many."""
 
@@ -213,7 +223,7 @@ class Reading:
         if record.closed:
             return Place.FAILED, record.closed
         if outcome.fate is Fate.GONE:
-            return Place.DROPPED, LOST_WITH_TRAINER
+            return Place.DROPPED, outcome.reason or LOST_WITH_TRAINER
         if outcome.fate is Fate.DROPPED:
             return Place.DROPPED, outcome.reason
         return Place.QUEUED, ""

@@ -260,6 +260,8 @@ class RecordsGone:
     first: int
     last: int
     num_records: int
+    reason: str = "lost with a trainer"
+    """What they are counted as dropped for."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -29,6 +29,7 @@ from sample_bus.position import BusPosition
 from sample_bus.sample import SampleId
 
 LOST_WITH_TRAINER = "lost with a trainer"
+PRODUCER_LOST = "producer lost"
 """What is counted under: settled by a process whose effect no checkpoint holds, and kept by nobody any more."""
 MAX_PROBLEMS = 50
 """Kept in words; the rest is counted."""
@@ -136,7 +137,7 @@ class Settlements:
             return known
         for gone in self._gone:
             if (gone.producer, gone.epoch) == sample_id[:2] and gone.first <= sample_id.seq < gone.last:
-                return Outcome(Fate.GONE)
+                return Outcome(Fate.GONE, reason=gone.reason)
         return None
 
     def samples(self, fate: Fate) -> Iterator[tuple[SampleId, Outcome]]:
@@ -229,7 +230,8 @@ class Settlements:
         self._compare("trained", record.counts, sum(1 for _ in self.samples(Fate.TRAINED)), "its end")
         self._compare("queued", record.counts, queued, "its end")
         told = record.counts.get("dropped", {})
-        for reason in sorted(dropped.keys() | told.keys() - {LOST_WITH_TRAINER}):  # ranges: no id of it stands in the journal
+        ranges = {LOST_WITH_TRAINER, *(gone.reason for gone in self._gone)}  # no id of theirs stands in the journal
+        for reason in sorted((dropped.keys() | told.keys()) - ranges):
             self._compare(reason, told, dropped[reason], "its end")
 
     def _compare(self, what: str, told: dict[str, Any], number: int, when: str) -> None:

@@ -299,6 +299,7 @@ class Intake:
                 first=gone.first,
                 last=gone.last,
                 num_records=gone.num_records,
+                reason=str(reason),
             )
         )
         self._books.lose(gone.num_records - num_closures, reason)
