@@ -75,8 +75,8 @@ class Cockpit:
         streak: FailureStreak,
         is_current: Callable[[], bool],
     ) -> None:
-        """`policy` is asked at each failure; `is_current` before anything is counted: it notices a new trainer, and says whether
-        the run is still the one in hand."""
+        """`policy` is asked at each failure; `is_current` before anything is counted: it notices a new trainer, and says
+        whether the run is still the one in hand."""
         self._admission = admission
         self._keeper = keeper
         self._attempts = attempts
