@@ -324,19 +324,18 @@ async def test_deaths_and_stops_at_any_moment_leave_every_reply_whole(tmp_path: 
     for life in range(16):
         engine = await slow_engine(tokens_per_s=20_000.0)
         producer = FakeProducer(stream)
-        async with open_desk(settings, producer, engine, num_samples_needed=32, process=f"p{life}") as desk:
+        async with open_desk(settings, producer, engine, num_samples_needed=64, process=f"p{life}") as desk:
             desk.start()
+            num_calls = 10**6 if life == 15 else chance.randrange(24, 64)
+            async with asyncio.timeout(DEADLINE_S):
+                while len(stream.records) < 64 and len(engine.calls) < num_calls:  # noqa: ASYNC110 - two things are waited for
+                    await asyncio.sleep(0)
+            generated += engine.generated_tokens
             if life == 15:
-                async with asyncio.timeout(DEADLINE_S):
-                    while len(stream.records) < 32:  # noqa: ASYNC110 - the stream has no event of its own
-                        await asyncio.sleep(0.001)
                 await _finish(desk)
-            else:
-                await asyncio.sleep(chance.random() * 0.03)
-                if chance.random() < 0.3:
-                    desk.run.keeper.close("stopped")
-                await desk.cut_off()
-        generated += engine.generated_tokens
+            elif chance.random() < 0.3:
+                desk.run.keeper.close("stopped")
+            await desk.cut_off()
         if life == 7 and log.stat().st_size > 200:
             kept_before_damage = sum(progress.num_tokens for progress in read_progress(log).values())
             data = bytearray(log.read_bytes())
@@ -344,6 +343,6 @@ async def test_deaths_and_stops_at_any_moment_leave_every_reply_whole(tmp_path: 
             log.write_bytes(data)
     _check_replies(stream)
     seats = Counter((sample.group_id, sample.seat) for sample in _samples(stream))
-    assert (len(seats), set(seats.values())) == (32, {1}), f"seed {seed}"
+    assert (len(seats), set(seats.values())) == (64, {1}), f"seed {seed}"
     needed = sum(sample.num_trained_tokens for sample in _samples(stream))
     assert needed <= generated <= needed + kept_before_damage, f"seed {seed}: only what damage cost was answered twice"
