@@ -228,13 +228,18 @@ class Dispatcher:
         self._arm(group_id, group)
 
     def _void(self, rejection: Rejection, rollouts: asyncio.TaskGroup) -> None:
-        """The record is settled where it was refused: a closed seat takes its place. Raises TooManyFailures."""
+        """The record is settled where it was refused: a closed seat takes its place; one that the broker lost is played again.
+        Raises TooManyFailures."""
         place = self._books.place_of(rejection.id)
         group = None if place is None else self._books.group(place[0])
         if place is None or group is None:
             log.warning("refused record is not known any more", seq=rejection.id.seq, error=rejection.error)
             return
-        self._cockpit.refused(self._start(group, place[1], rollouts), rejection.error)
+        flight = self._start(group, place[1], rollouts)
+        if rejection.lost and not group.seats[place[1]].closed:
+            self._cockpit.lost(flight, rejection.error)
+        else:
+            self._cockpit.refused(flight, rejection.error)
 
     def _start(self, group: GroupBook, number: int, rollouts: asyncio.TaskGroup) -> Flight:
         """Start what a seat still has to bring: its rollout, or its closed seat."""

@@ -187,6 +187,10 @@ class Cockpit:
         if reason in NO_FAULT:  # the refusal is one all the same: two ends that never agree must not go on for ever
             self._streak.failed(flight.plan.rollout_id, FailureReason.BAD_SAMPLE, message)
 
+    def lost(self, flight: Flight, message: str) -> None:
+        """The seat's sample was lost on the way: `fly` plays it once more. Nobody's fault, so nothing is counted against it."""
+        self._note(flight, flight.group.seats[flight.plan.seat].attempt, FailureReason.INTERRUPTED, message, Move.RETRY)
+
     def _failed(self, flight: Flight, number: int, reason: FailureReason, message: str) -> Move:
         """An attempt failed: what follows. Raises TooManyFailures."""
         seat = flight.group.seats[flight.plan.seat]

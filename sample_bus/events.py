@@ -68,6 +68,14 @@ class Malformed:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Missing:
+    """The broker has a record no more that nobody committed: it lost its data, or somebody deleted it."""
+
+    place: tuple[str, int]
+    seq: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Connected:
     """The trainer can be reached, for the first time or again: say hello."""
 
@@ -160,6 +168,7 @@ Event = (
     | ArrivedSample
     | ArrivedClosure
     | Malformed
+    | Missing
     | Connected
     | Unreachable
     | Disconnected

@@ -156,6 +156,8 @@ class Rejected:
     KIND: ClassVar[int] = 14
     seq: int
     error: str
+    lost: bool
+    """There is nothing to decode: the broker has the record no more."""
 
 
 Control = (

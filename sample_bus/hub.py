@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import replace
 from typing import TypeVar
 
 import structlog
@@ -78,7 +79,7 @@ class BusHub:
         self._losses: Feed[LostPeer] = Feed()
         self._gone: Feed[Gone] = Feed()
         self._rejected = _rejected_before(quarantine)
-        """Of each stream: sequence number to error. A producer is told again whenever it opens the stream, since the process
+        """Of each stream, by sequence number. A producer is told again whenever it opens the stream, since the process
         that was told may not have lived to act on it."""
         self._board = TopicBoard()
         self._own_topics: set[str] = set()
@@ -191,6 +192,7 @@ class BusHub:
 
     def _deliver(self, batch: list[events.Event]) -> None:
         now = time.time()
+        missing: list[tuple[Place, int]] = []
         for event in batch:
             match event:
                 case events.ArrivedSample():
@@ -199,6 +201,9 @@ class BusHub:
                     self._take(event, LeasedClosure(id=event.id, closed=event.closed, nbytes=event.nbytes, received_at=now))
                 case events.Malformed():
                     self._reject(event)
+                case events.Missing():
+                    if self._inbox.lose(event.place, event.seq):
+                        missing.append((event.place, event.seq))
                 case events.Arrived():
                     self._take_control(event.peer, event.message)
                 case events.Disconnected():
@@ -216,8 +221,41 @@ class BusHub:
                     self._problem = ""
                 case _:
                     pass
-        if any(isinstance(event, events.ArrivedSample | events.ArrivedClosure | events.Malformed) for event in batch):
+        if missing:
+            self._tell_gone(missing)
+        if missing or any(
+            isinstance(event, events.ArrivedSample | events.ArrivedClosure | events.Malformed) for event in batch
+        ):
             self._send_acks()
+
+    def _tell_gone(self, missing: Sequence[tuple[Place, int]]) -> None:
+        """Records that the broker has lost, run by run."""
+        runs: list[Gone] = []
+        for (producer, epoch), seq in missing:
+            last = runs[-1] if runs else None
+            if last is not None and (last.producer, last.epoch, last.last) == (producer, epoch, seq):
+                runs[-1] = replace(last, last=seq + 1, num_records=last.num_records + 1)
+            else:
+                runs.append(Gone(producer=producer, epoch=epoch, first=seq, last=seq + 1, num_records=1))
+        for gone in runs:
+            log.error(
+                "records are gone: the broker has lost them",
+                broker=self.address,
+                producer=gone.producer,
+                first=gone.first,
+                last=gone.last - 1,
+                num_records=gone.num_records,
+            )
+            self._gone.add(gone)
+        for place, seq in missing:
+            self._tell_producer(place, Rejected(seq=seq, error=f"{self.address} has lost it", lost=True))
+
+    def _tell_producer(self, place: Place, rejected: Rejected) -> None:
+        """Now, and whenever it opens the stream again."""
+        self._rejected.setdefault(place, {})[rejected.seq] = rejected
+        producer = self._clients.named(place[0])
+        if producer is not None and producer.connected and producer.epoch == place[1]:
+            self._carrier.send(producer.peer, rejected)
 
     def _take(self, event: events.ArrivedSample | events.ArrivedClosure, lease: Lease) -> None:
         """Account for a record; one from a socket must be of the stream that its sender opened."""
@@ -250,10 +288,7 @@ class BusHub:
             verdict = self._inbox.skip(place, event.seq, event.nbytes)
             if verdict is not Verdict.TAKEN:
                 return
-            self._rejected.setdefault(place, {})[event.seq] = event.error[:MAX_TEXT]
-            producer = self._clients.named(place[0])
-            if producer is not None and producer.connected:
-                self._carrier.send(producer.peer, Rejected(seq=event.seq, error=event.error[:MAX_TEXT]))
+            self._tell_producer(place, Rejected(seq=event.seq, error=event.error[:MAX_TEXT], lost=False))
         else:
             self._inbox.count_rejected()
         source = place[0] if place is not None else client.name if client is not None else f"unknown client {event.peer.hex()}"
@@ -357,8 +392,8 @@ class BusHub:
                 dropped=self._inbox.dropped,
             ),
         )
-        for seq, error in self._rejected.get(place, {}).items():
-            self._carrier.send(client.peer, Rejected(seq=seq, error=error))
+        for rejected in self._rejected.get(place, {}).values():
+            self._carrier.send(client.peer, rejected)
         self._carrier.open_stream(client.name, message.epoch, ack.received)
         self._carrier.room(client.name, ack)
         self._arrivals.add(client.name)
@@ -426,10 +461,11 @@ class BusHub:
         self._gone.close()
 
 
-def _rejected_before(quarantine: Quarantine) -> dict[Place, dict[int, str]]:
+def _rejected_before(quarantine: Quarantine) -> dict[Place, dict[int, Rejected]]:
     """What earlier processes of the trainer rejected, as far as it was kept."""
-    rejected: dict[Place, dict[int, str]] = {}
+    rejected: dict[Place, dict[int, Rejected]] = {}
     for kept in quarantine.kept():
         if isinstance(kept, RejectedMessage) and kept.id is not None:
-            rejected.setdefault((kept.id.producer, kept.id.epoch), {})[kept.id.seq] = kept.error[:MAX_TEXT]
+            told = Rejected(seq=kept.id.seq, error=kept.error[:MAX_TEXT], lost=False)
+            rejected.setdefault((kept.id.producer, kept.id.epoch), {})[kept.id.seq] = told
     return rejected

@@ -125,6 +125,15 @@ class Inbox:
             self._rejected += 1
         return verdict
 
+    def lose(self, place: Place, seq: int) -> bool:
+        """The record expected next will never come: the stream goes on behind it. False if another one is expected."""
+        stream = self._streams.get(place)
+        if stream is None or seq != stream.received or stream.settled.covers(seq):
+            return False
+        stream.settled.add(seq)
+        stream.received += 1
+        return True
+
     def count_rejected(self) -> None:
         """A message without a place in any stream was refused."""
         self._rejected += 1

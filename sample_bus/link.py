@@ -372,8 +372,9 @@ class BusLink:
         self._asked.send_again(self._send_request)
 
     def _reject(self, rejected: frames.Rejected) -> None:
-        log.error("record rejected by the trainer", name=self._name, seq=rejected.seq, error=rejected.error)
-        self._rejections.add(Rejection(id=SampleId(self._name, self._outbox.epoch, rejected.seq), error=rejected.error))
+        log.error("record rejected by the trainer", name=self._name, seq=rejected.seq, error=rejected.error, lost=rejected.lost)
+        sample_id = SampleId(self._name, self._outbox.epoch, rejected.seq)
+        self._rejections.add(Rejection(id=sample_id, error=rejected.error, lost=rejected.lost))
 
     def _take_topic(self, topic: frames.TopicValue) -> None:
         self._board.set(topic.name, topic.value, topic.revision)

@@ -66,6 +66,8 @@ class Rejection:
 
     id: SampleId
     error: str
+    lost: bool = False
+    """The broker had lost it: nothing is wrong with what its producer made."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

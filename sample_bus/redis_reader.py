@@ -17,7 +17,7 @@ from configs.schema import BusSettings
 from sample_bus import wire
 from sample_bus.carrier import Deliver
 from sample_bus.errors import WireError
-from sample_bus.events import STREAM, ArrivedClosure, ArrivedSample, Malformed
+from sample_bus.events import STREAM, ArrivedClosure, ArrivedSample, Malformed, Missing
 from sample_bus.frames import Ack, Data, encode_control
 from sample_bus.position import StreamPosition
 from sample_bus.redis_commits import Commits
@@ -307,9 +307,10 @@ class ReaderThread:
 
     def _emit(self, intake: Intake, entry: Entry) -> None:
         frames: tuple[memoryview, ...] = ()
+        if entry.fields is None:
+            self._io.emit(Missing(place=(intake.producer, intake.epoch), seq=entry.seq))
+            return
         try:
-            if entry.fields is None:
-                raise WireError(f"record {entry.seq} of {intake.producer}, epoch {intake.epoch}, is gone: deleted from redis")
             envelope = memoryview(encode_control(Data(seq=entry.seq)))
             frames = (envelope, *(memoryview(field) for field in entry.fields))
             found = frames_of(entry.fields)

@@ -9,13 +9,20 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+import structlog
+import yaml
+
+from configs.command import SETTINGS_FILE
+from configs.errors import ConfigError
 from configs.schema import Settings
 from sample_bus.journal import TRAINER_FILE, journal_dir, read_journal
 from sample_bus.messages import BiasReport, Counts
 from sample_bus.position import BusPosition
 from trainer.checkpoint import DIRECTORY, Checkpoint, choose
 from trainer.history import History, history_of
-from trainer.run_id import run_id_of
+from trainer.run_id import FILE, run_id_of
+
+log = structlog.get_logger()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,13 +42,22 @@ class Standing:
 def standing_of(settings: Settings) -> Standing:
     """Read, and make a run id where there is none. The caller holds the lock on the run directory.
 
-    Raises NoCheckpointError and CheckpointError (`checkpoint.choose`), JournalError, TrainerError (`run_id`).
+    Raises NoCheckpointError and CheckpointError (`checkpoint.choose`), JournalError, TrainerError (`run_id`), and ConfigError
+    when the groups of the run are of another size.
     """
     mode = settings.checkpoint.resume
+    if mode != "never":
+        _check_group_size(settings)
     run_id = run_id_of(settings.run_dir, afresh=mode == "never")
     journal_path = journal_dir(settings.run_dir, run_id) / TRAINER_FILE
     checkpoint = choose(settings.run_dir / DIRECTORY, mode=mode, run_id=run_id)
     own = checkpoint if checkpoint is not None and checkpoint.state.run_id == run_id else None
+    if own is not None and not journal_path.exists():
+        log.warning(
+            "the trainer's journal is missing: steps are not taken again as before, and the ledger will not close",
+            path=str(journal_path),
+            checkpoint_step=own.state.step,
+        )
     step = checkpoint.state.step if checkpoint is not None else 0
     position = own.state.position if own is not None else BusPosition()
     return Standing(
@@ -55,3 +71,18 @@ def standing_of(settings: Settings) -> Standing:
         bias=own.state.bias if own is not None else BiasReport(),
         history=history_of(read_journal(journal_path), step=step, position=position),
     )
+
+
+def _check_group_size(settings: Settings) -> None:
+    """The groups that come again are as large as they were begun: a step of another size would never fill."""
+    if not (settings.run_dir / FILE).exists():
+        return
+    try:
+        before = yaml.safe_load((settings.run_dir / SETTINGS_FILE).read_text(encoding="utf-8"))["group_size"]
+    except (OSError, ValueError, KeyError, TypeError, yaml.YAMLError):
+        return  # nothing was remembered of it
+    if before != settings.group_size:
+        raise ConfigError(
+            f"group_size: got {settings.group_size}, expected {before}, with which the run in {settings.run_dir} was begun; or "
+            "begin afresh with checkpoint.resume=never"
+        )

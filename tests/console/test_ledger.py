@@ -85,7 +85,7 @@ def test_a_killed_trainer_leaves_books_that_close_with_what_came_again(
     assert main(["ledger", "--run-dir", str(write_run(lives, tmp_path))]) == 0
     out = capsys.readouterr().out
     assert "4 by 2 steps" in out
-    assert "trainer 1, rollouter 0; 2 samples came again" in out
+    assert "trainer 1, rollouter 0; the training of 2 samples went with a trainer, those that were kept came again" in out
 
 
 def test_the_story_of_a_sample_tells_its_life_over_a_restart(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

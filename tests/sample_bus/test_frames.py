@@ -51,7 +51,7 @@ MESSAGES: st.SearchStrategy[Control] = st.one_of(
     ),
     st.builds(Open, greeting=NUMBER, epoch=NUMBER, committed=NUMBER, next_seq=NUMBER),
     st.builds(Opened, greeting=NUMBER, ack=ACK, origin_version=NUMBER, accounted=NUMBER, dropped=NUMBER),
-    st.builds(Rejected, seq=NUMBER, error=TEXT),
+    st.builds(Rejected, seq=NUMBER, error=TEXT, lost=st.booleans()),
     st.builds(Refused, greeting=NUMBER, reason=TEXT),
     st.just(Reset()),
     ACK,

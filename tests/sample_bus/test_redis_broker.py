@@ -166,9 +166,12 @@ async def test_entries_that_somebody_deleted_are_counted_as_lost(server: RedisSe
         async with hub_on(server, incarnation="second") as hub:
             hub.seek(BusPosition())
             assert await leased(hub, 3) == [ids[0], ids[2], ids[4]]
-            assert hub.consumer_statistics().rejected == 2
-            rejections = link.rejections()
-            assert {(await soon(anext(rejections))).id for _ in range(2)} == {ids[1], ids[3]}
+            assert hub.consumer_statistics().rejected == 0
+            gone, rejections = hub.gone(), link.rejections()
+            assert [(await soon(anext(gone))).first for _ in range(2)] == [1, 3]
+            told = [await soon(anext(rejections)) for _ in range(2)]
+            assert {one.id for one in told} == {ids[1], ids[3]}
+            assert all(one.lost for one in told)
 
 
 async def test_a_group_that_was_destroyed_is_made_again(server: RedisServer) -> None:
