@@ -1,4 +1,4 @@
-"""A trainer as a process that may be killed: `python -m tests.rollouter.fake_trainer ADDRESS RUN_DIR INCARNATION VERSION`.
+"""A trainer to be killed: `python -m tests.rollouter.fake_trainer ADDRESS RUN_DIR INCARNATION VERSION ON_LOST`.
 
 Asks for an evaluation, publishes one version, then prints a line for each step of samples that it trained and committed and
 whose acknowledgement the rollouter has.
@@ -14,8 +14,8 @@ from sample_bus.messages import EvaluationResult, RollouterStatus
 from tests.rollouter.stand_in import make_settings, stand_in_trainer
 
 
-async def serve(address: str, run_dir: str, incarnation: str, version: int) -> None:
-    settings = make_settings(Path(run_dir), bus__address=address, bus__on_lost="wait")
+async def serve(address: str, run_dir: str, incarnation: str, version: int, on_lost: str) -> None:
+    settings = make_settings(Path(run_dir), bus__address=address, bus__on_lost=on_lost)
     async with stand_in_trainer(settings, incarnation=incarnation, origin_version=version) as trainer:
         await trainer.begin()
         await trainer.evaluate(1, version)
@@ -37,4 +37,4 @@ async def serve(address: str, run_dir: str, incarnation: str, version: int) -> N
 
 
 if __name__ == "__main__":
-    asyncio.run(serve(sys.argv[1], sys.argv[2], sys.argv[3], int(sys.argv[4])))
+    asyncio.run(serve(sys.argv[1], sys.argv[2], sys.argv[3], int(sys.argv[4]), sys.argv[5]))

@@ -27,6 +27,7 @@ async def _trainer(settings: Settings, incarnation: str, version: int) -> AsyncI
         str(settings.run_dir),
         incarnation,
         str(version),
+        settings.bus.on_lost,
         stdout=PIPE,
     )
     try:
