@@ -20,6 +20,8 @@ BLOCK_TOKENS = 32
 """Engines cache whole blocks of 16 (GPU) or 32 (CPU) tokens, and compute a prompt's last token anew in any case: a context of a
 multiple of these and one token more is continued at the cost of one."""
 _REMEMBERED = 32
+_MOST_TOKENS = 1 << 30
+"""No turn is as long."""
 
 
 class Slices:
@@ -41,7 +43,7 @@ class Slices:
             typical = median(
                 self._seconds_per_token
             )  # a pause for new weights, a wait for a seat: they say nothing of the next
-            if typical <= 0:
+            if typical * _MOST_TOKENS <= interval_s:
                 return None
             wanted = int(interval_s / typical)
         end = _aligned(context + wanted)
