@@ -301,3 +301,11 @@ def _admission_of(record: Sample | ClosedSeat, sampling: SamplingSettings, *, is
         temperature=record.temperature if isinstance(record, Sample) else sampling.temperature,
         max_tokens=sampling.max_tokens,
     )
+
+
+def known_next(run_dir: Path, run_id: str, epoch: int) -> int:
+    """Number behind the last record of that stream that the journal of the run knows to be stored; 0: none. Raises
+    JournalError."""
+    records = read_journal(journal_dir(run_dir, run_id) / ROLLOUTER_FILE)
+    ids = (record.id for record in records if isinstance(record, SampleOffered | SeatClosed))
+    return max((seq + 1 for _, of, seq in ids if of == epoch), default=0)

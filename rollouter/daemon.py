@@ -22,6 +22,7 @@ from configs.errors import ConfigError
 from configs.paths import bus_address, held_alone, make_run_dir, socket_dir, sockets_of
 from configs.schema import Settings
 from configs.signals import ending_signals
+from rollouter.bookkeeping import known_next
 from rollouter.codec import Codec, load_codec
 from rollouter.engine_pool import EnginePool
 from rollouter.engines import EngineFleet
@@ -173,6 +174,7 @@ class RollouterDaemon:
                 name="rollouter",
                 role="rollouter",
                 spool_dir=self._settings.run_dir / "spool",
+                known_next=lambda run_id, epoch: known_next(self._settings.run_dir, run_id, epoch),
             ) as link:
                 self._link = link
                 log.info("rollouter started", address=address, run_dir=str(self._settings.run_dir))

@@ -265,6 +265,9 @@ class Pipeline:
         words = "" if holding is None else holding.value
         if holding is Hold.JOURNAL and self.run_in_hand is not None:
             words = f"{words}: {self.run_in_hand.keeper.problem}"
+        problem = self._link.producer_statistics().problem
+        if problem:
+            words = f"the bus takes no records: {problem}"
         if in_flight == 0 and holding is not None:
             return RollouterState.AT_LIMIT, words
         return RollouterState.GENERATING, words

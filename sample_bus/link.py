@@ -36,15 +36,26 @@ from sample_bus.trainer_watch import TrainerWatch
 log = structlog.get_logger()
 M = TypeVar("M", bound=Message)
 END_TOPIC = "end"
+KnownNext = Callable[[str, int], int]
+"""(run id, epoch): number behind the last record of that stream that its producer knows to have stored. If the copies end
+before it, a power cut took their end: the stream begins a new epoch, so that no number means two records."""
 FLUSH_S = 1.0
 """How long a closing end tries to send what it was handed."""
 
 
 class BusLink:
     def __init__(
-        self, bus: BusSettings, *, address: str, name: str, role: Role, open_carrier: Callable[[Deliver], LinkCarrier]
+        self,
+        bus: BusSettings,
+        *,
+        address: str,
+        name: str,
+        role: Role,
+        open_carrier: Callable[[Deliver], LinkCarrier],
+        known_next: KnownNext | None = None,
     ) -> None:
         """Starts to connect; returns at once. Raises what `open_carrier` raises."""
+        self._known_next = known_next
         self._bus = bus
         self._address = address
         self._name = name
@@ -119,6 +130,7 @@ class BusLink:
             waiting=self._outbox.num_waiting,
             committed=self._outbox.committed,
             kept_bytes=self._outbox.kept_bytes,
+            problem=self._store.problem,
         )
 
     def _may_offer(self) -> None:
@@ -307,6 +319,11 @@ class BusLink:
         if opened.run_id != self._stream_of:
             return
         self._outbox.open(opened.epoch, opened.committed, opened.sizes)
+        known = 0 if self._known_next is None else self._known_next(opened.run_id, opened.epoch)
+        if known > self._outbox.next_seq:
+            log.error("records lost: their copies are gone", name=self._name, known=known, kept=self._outbox.next_seq)
+            self._carrier.open_stream(opened.run_id, renew=True)
+            return
         log.info(
             "stream opened",
             name=self._name,

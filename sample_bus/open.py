@@ -11,7 +11,7 @@ from configs.schema import BusSettings
 from sample_bus.address import check_secure, guarded
 from sample_bus.carrier import Deliver, HubCarrier, LinkCarrier
 from sample_bus.hub import BusHub
-from sample_bus.link import BusLink
+from sample_bus.link import BusLink, KnownNext
 from sample_bus.peers import Role
 from sample_bus.protocols import Hub, Link
 from sample_bus.quarantine import Quarantine
@@ -39,14 +39,21 @@ async def open_hub(
 
 @asynccontextmanager
 async def open_link(
-    bus: BusSettings, *, address: str, name: str, role: Literal["rollouter", "console"], spool_dir: Path | None = None
+    bus: BusSettings,
+    *,
+    address: str,
+    name: str,
+    role: Literal["rollouter", "console"],
+    spool_dir: Path | None = None,
+    known_next: KnownNext | None = None,
 ) -> AsyncIterator[Link]:
     """A client's end. Returns before the trainer is there; offers, requests and `wait_connected` wait for it.
 
-    A rollouter keeps its records below `spool_dir` until they are committed (transport `zmq`). Raises BusError, Insecure.
+    A rollouter keeps its records below `spool_dir` until they are committed (transport `zmq`); `known_next` says what it knows
+    to have stored, whatever the copies say. Raises BusError, Insecure.
     """
     open_carrier = await _link_carrier(bus, address, name, spool_dir)
-    link = BusLink(bus, address=address, name=name, role=Role(role), open_carrier=open_carrier)
+    link = BusLink(bus, address=address, name=name, role=Role(role), open_carrier=open_carrier, known_next=known_next)
     try:
         yield link
     finally:

@@ -103,6 +103,8 @@ class ProducerStatistics:
     """Records that a commit covers, whose copies are freed."""
     kept_bytes: int = 0
     """Bytes of the producer's copies."""
+    problem: str = ""
+    """Why records cannot be made durable at the moment; empty if they can."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -58,13 +58,13 @@ async def produce(transport: str, address: str, directory: str, load: Load) -> d
         await link.wait_connected(START_S)
         began, cpu = time.perf_counter(), time.process_time()
         await asyncio.gather(*(offer() for _ in range(IN_FLIGHT)))
-        while link.producer_statistics().acknowledged < load.num_samples:
+        while link.producer_statistics().acknowledged < load.num_samples:  # noqa: ASYNC110 - nothing tells of it
             await asyncio.sleep(0.01)
         seconds, cpu = time.perf_counter() - began, time.process_time() - cpu
         for _ in range(load.num_paced):
             await asyncio.sleep(LATENCY_PAUSE_S)
             await link.offer(stamped(sample))
-        while link.producer_statistics().acknowledged < load.num_samples + load.num_paced:
+        while link.producer_statistics().acknowledged < load.num_samples + load.num_paced:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
         return {
             "seconds": seconds,

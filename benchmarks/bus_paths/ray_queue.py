@@ -1,7 +1,7 @@
 """A queue as a Ray actor around a deque, samples cloudpickled: how verl's fully asynchronous recipe hands samples over.
 
-Written from its description, not its code: an asyncio actor that holds one lock and condition, drops the oldest when full, and is
-called once a sample at each end. Here both ends keep 16 calls in flight, so that round trips overlap.
+Written from its description, not its code: an asyncio actor that holds one lock and condition, drops the oldest when full, and
+is called once a sample at each end. Here both ends keep 16 calls in flight, so that round trips overlap.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import os
 import tempfile
 import time
 from collections import deque
+from pathlib import Path
 from typing import Any
 
 import cloudpickle
@@ -71,7 +72,7 @@ class Ray:
     """A Ray of this benchmark's own, on loopback, for several loads."""
 
     def __init__(self) -> None:
-        os.environ["RAY_worker_niceness"] = "0"
+        os.environ["RAY_worker_niceness"] = "0"  # noqa: SIM112 - Ray spells it so
         os.environ["RAY_DISABLE_IMPORT_WARNING"] = "1"
         import ray
 
@@ -86,7 +87,7 @@ class Ray:
             object_store_memory=512 << 20,
             _temp_dir=self._directory.name,
             _node_ip_address="127.0.0.1",
-            runtime_env={"env_vars": {"PYTHONPATH": os.getcwd()}},
+            runtime_env={"env_vars": {"PYTHONPATH": str(Path.cwd())}},
         )
 
     def close(self) -> None:

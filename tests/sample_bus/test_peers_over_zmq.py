@@ -11,9 +11,10 @@ import structlog
 from sample_bus.errors import AddressInUse, BusError, Insecure, PeerLost, Refused, RequestFailed
 from sample_bus.frames import Refused as RefusedMessage
 from sample_bus.messages import Accepted, EndOfRun, EndReason, RollouterState, RollouterStatus
+from sample_bus.open import open_link
 from sample_bus.peers import LossReason, PeerState
 from tests.fakes.samples import make_sample
-from tests.sample_bus.ends import Child, RawClient, hub_at, lease, link_to, pair, soon, until
+from tests.sample_bus.ends import Child, RawClient, bus_settings, hub_at, lease, link_to, pair, soon, until
 
 
 async def test_busy_event_loop_is_no_loss_of_either_end(address: str) -> None:
@@ -305,3 +306,25 @@ async def test_nonsense_address_is_an_error_at_once() -> None:
     with pytest.raises(AddressInUse, match="expected ipc"):
         async with hub_at("udp://1"):
             pass
+
+
+async def test_copies_that_end_before_what_their_producer_knows_begin_a_new_epoch(address: str) -> None:
+    """A power cut took the end of the spool: no number may mean two records."""
+    async with pair(address) as (hub, link):
+        ids = [await soon(link.offer(make_sample(task_id=f"t{n}"))) for n in range(5)]
+    async with hub_at(address, incarnation="second") as hub:
+        spool = Path(address.removeprefix("ipc://")).parent / "spool"
+        async with open_link(
+            bus_settings(),
+            address=address,
+            name="rollouter",
+            role="rollouter",
+            spool_dir=spool,
+            known_next=lambda run_id, epoch: 7 if (run_id, epoch) == ("run-1", ids[0].epoch) else 0,
+        ) as link:
+            resumption = await soon(anext(link.resumptions()))
+            assert resumption.epoch > ids[0].epoch
+            assert resumption.next_seq == 0
+            again = await soon(link.offer(make_sample(task_id="new")))
+            assert (again.epoch, again.seq) == (resumption.epoch, 0)
+            assert (await lease(hub)).sample.task_id == "new"
