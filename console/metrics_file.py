@@ -20,7 +20,8 @@ def read_steps(path: Path, *, incarnation: str | None = None) -> list[StepSummar
     steps = []
     for row in _rows(path, "train", incarnation):
         try:
-            steps.append(StepSummary.model_validate({key: row[key] for key in StepSummary.model_fields if key in row}))
+            fields = {key: row[key] for key in StepSummary.model_fields if key in row}
+            steps.append(StepSummary.model_validate({"finished_at": row.get("time"), **fields}))
         except ValidationError:
             continue
     return steps
