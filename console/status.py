@@ -145,6 +145,11 @@ def _rollouter_rows(state: State) -> list[tuple[str, str]]:
         ("rollouts", f"admitted {counts.admitted}, in flight {counts.in_flight}, offered {counts.offered}, {failed}"),
         ("generation", f"{number(rollouter.generated_tokens_per_s)} tokens/s, {rollouter.generated_tokens:,} tokens so far"),
     ]
+    recovery = rollouter.recovery
+    if recovery is not None:
+        replies = f"{recovery.continued} replies went on, {recovery.restarted} began anew"
+        tokens = f"{recovery.tokens_kept:,} tokens kept, at most {recovery.tokens_lost_at_most:,} lost"
+        rows.append(("after its restart", f"{replies}; {tokens}"))
     rare = {"late results refused": counts.late_results, "tasks in quarantine": counts.quarantined_tasks}
     if any(rare.values()):
         rows.append(("", ", ".join(f"{what} {count}" for what, count in rare.items() if count)))

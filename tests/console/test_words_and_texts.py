@@ -18,6 +18,7 @@ from sample_bus.messages import (
     EndOfRun,
     EndReason,
     LiveSettingsState,
+    Recovery,
     RolloutCounts,
     RollouterState,
     TimeShares,
@@ -182,7 +183,9 @@ async def test_the_status_tells_what_happens_beside_the_rule() -> None:
         admitted=101, offered=80, failed={"timeout": 5}, retried=9, in_flight=16, quarantined_tasks=2, late_results=4
     )
     await hub.publish("trainer", trainer(counts=counts, state=TrainerState.WAITING, detail="groups 1 of 2"))
-    await hub.publish("rollouter", rollouter(counts=rollouts, state=RollouterState.AT_LIMIT, detail="0.5 periods ahead"))
+    recovery = Recovery(process=2, continued=7, restarted=1, tokens_kept=1295, tokens_lost_at_most=210)
+    said = rollouter(counts=rollouts, state=RollouterState.AT_LIMIT, detail="0.5 periods ahead")
+    await hub.publish("rollouter", said.model_copy(update={"recovery": recovery}))
     state = State("ipc:///x", hub, spool_bytes=12345)
     text = state_as_text(state, now=1000.0)
     for expected in (
@@ -190,6 +193,7 @@ async def test_the_status_tells_what_happens_beside_the_rule() -> None:
         "closed seats 5, given back to admission 8, late results 1, came again and refused 7, rejected 2",
         "offered 80, 5 failed (timeout 5), retried 9",
         "late results refused 4, tasks in quarantine 2",
+        "7 replies went on, 1 began anew; 1,295 tokens kept, at most 210 lost",
         "12,345 bytes of records until a checkpoint covers them",
         "trainer: groups 1 of 2; rollouter: 0.5 periods ahead",
         "101 issued = 64 trained + 4 dropped (duplicate seat 1, stale 3) + 5 failed (timeout 5) + 12 queued + 16 in flight",
