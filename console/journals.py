@@ -52,8 +52,6 @@ class Journals:
             run_id = (run_dir / RUN_ID_FILE).read_text(encoding="utf-8").strip()
         except OSError as error:
             raise NoRun(f"{run_dir}: no run has kept books here ({RUN_ID_FILE}: {error.strerror or error})") from None
-        if not journal_dir(run_dir, run_id).is_dir() or "/" in run_id:
-            raise NoRun(f"{run_dir / RUN_ID_FILE}: got {run_id[:40]!r}, and there is no {journal_dir(run_dir, run_id[:40])}")
         return cls(run_dir=run_dir, run_id=run_id)
 
     @property
@@ -83,7 +81,9 @@ class Journals:
                 yield record
 
     def read(self) -> Reading:
-        """The books as they stand now. Raises JournalError, JournalDamaged."""
+        """The books as they stand now. Raises NoRun when there are no journals of that id, JournalError, JournalDamaged."""
+        if not self.directory.is_dir():
+            raise NoRun(f"{self.run_dir / RUN_ID_FILE}: got {self.run_id[:40]!r}, and there is no {self.directory}")
         before = self.copies()
         settlements = Settlements(self.trainer())
         issued = Issued.of(self.rollouter())
