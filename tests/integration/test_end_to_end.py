@@ -218,7 +218,7 @@ async def test_first_sigterm_drains_both_and_leaves_nothing(tmp_path: Path, daem
         trainer.process.terminate()
         async with asyncio.timeout(DEADLINE_S):
             async for end in link.watch("end", EndOfRun):
-                assert end.reason is EndReason.STOPPED
+                assert end.reason is EndReason.DRAINED
                 break
     assert await ended(trainer) == 0, trainer.tail()
     assert await ended(rollouter) == 0, rollouter.tail()
