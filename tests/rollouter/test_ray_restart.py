@@ -14,6 +14,7 @@ import pytest
 from agent_loop.engine import SamplingParams
 from configs.schema import EngineSettings, WeightSyncSettings
 from rollouter.engine_pool import EnginePool
+from tests.fakes.living import living_children
 from tests.fakes.tiny_models import TinyModel, checkpoint_tensors, make_tiny_model
 from tests.fakes.weight_rounds import WeightRounds
 
@@ -52,7 +53,7 @@ async def test_an_engine_is_placed_again_when_its_actor_or_all_of_ray_dies(tmp_p
         supervision.cancel()
     finally:
         await pool.close()
-    assert not [child for child in psutil.Process().children(recursive=True) if "vllm" in " ".join(child.cmdline()).lower()]
+    assert not living_children("vllm")
     assert list_of(sockets, "engine-") == list_of(Path("/tmp"), "hr-ray-") == []
 
 

@@ -8,13 +8,13 @@ import signal
 from pathlib import Path
 
 import numpy as np
-import psutil
 import pytest
 
 from agent_loop.engine import SamplingParams
 from configs.schema import EngineSettings, WeightSyncSettings
 from rollouter.engine_errors import EnginesLost
 from rollouter.engine_pool import EnginePool
+from tests.fakes.living import living_children
 from tests.fakes.tiny_models import TinyModel, checkpoint_tensors, make_tiny_model
 from tests.fakes.weight_rounds import WeightRounds
 
@@ -53,7 +53,7 @@ async def test_a_killed_engine_is_replaced_catches_up_and_makes_its_requests_aga
                 await waiting
     finally:
         await pool.close()
-    assert not [child for child in psutil.Process().children(recursive=True) if "vllm" in " ".join(child.cmdline()).lower()]
+    assert not living_children("vllm")
     assert not (sockets / "engine-0").exists()
 
 
