@@ -110,7 +110,7 @@ async def test_long_replies_survive_two_deaths_of_the_rollouter(
     assert sum(record.then == "continue" for record in interrupted) == sum(one.continued for one in recoveries) > 0
     lost = sum(one.tokens_lost_at_most for one in recoveries)
     in_flight = sum(one.continued + one.restarted for one in recoveries)
-    for one in recoveries:
-        assert one.tokens_kept > 0
+    # a death within everybody's first slice leaves nothing to keep: the first one comes later than that
+    assert recoveries[0].tokens_kept > 0
     record_property("recoveries", [one.model_dump() for one in recoveries])
     record_property("lost_tokens_a_rollout_at_most", lost / in_flight)
