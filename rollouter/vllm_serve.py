@@ -28,7 +28,7 @@ _PR_SET_PDEATHSIG = 1
 def main() -> None:
     """Serve until SIGTERM. Exits with 0 when standard input closes before the arguments came."""
     parent = os.getppid()
-    _end_with_parent(signal.SIGTERM)
+    _end_with_parent(signal.SIGKILL)  # in order, it would wait for requests that nobody will answer any more
     if os.getppid() != parent:
         return
     gc.disable()  # importing makes a million objects, none of them garbage
