@@ -15,6 +15,8 @@ from sample_bus.events import Event
 from sample_bus.frames import Ack, Control
 from sample_bus.position import StreamPosition
 
+FLUSH_S = 1.0
+"""How long a closing end tries to send what it was handed."""
 Deliver = Callable[[list[Event]], None]
 Frames = Sequence[bytes | memoryview]
 

@@ -17,7 +17,7 @@ import structlog
 from configs.schema import BusSettings
 from sample_bus import events
 from sample_bus.answers import Answers
-from sample_bus.carrier import Deliver, HubCarrier
+from sample_bus.carrier import FLUSH_S, Deliver, HubCarrier
 from sample_bus.clients import Client, Clients, Take, Turn, Wait
 from sample_bus.errors import BusError, PeerLost
 from sample_bus.feed import Feed
@@ -50,7 +50,6 @@ from sample_bus.topics import TopicBoard, encode_body
 
 log = structlog.get_logger()
 M = TypeVar("M", bound=Message)
-FLUSH_S = 1.0
 
 
 class BusHub:

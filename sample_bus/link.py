@@ -18,7 +18,7 @@ import structlog
 from configs.schema import BusSettings
 from sample_bus import events, frames, wire
 from sample_bus.asked import Asked
-from sample_bus.carrier import Deliver, LinkCarrier
+from sample_bus.carrier import FLUSH_S, Deliver, LinkCarrier
 from sample_bus.closed_seat import ClosedSeat
 from sample_bus.credit import Credit
 from sample_bus.errors import BusError, Ended, Refused, RunChanged, SampleTooLarge
@@ -39,8 +39,6 @@ END_TOPIC = "end"
 KnownNext = Callable[[str, int], int]
 """(run id, epoch): number behind the last record of that stream that its producer knows to have stored. If the copies end
 before it, a power cut took their end: the stream begins a new epoch, so that no number means two records."""
-FLUSH_S = 1.0
-"""How long a closing end tries to send what it was handed."""
 
 
 class BusLink:

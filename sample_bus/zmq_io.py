@@ -23,6 +23,7 @@ from zmq.utils.monitor import recv_monitor_message
 from configs.schema import BusSettings
 from sample_bus import curve, wire
 from sample_bus.address import needs_ipv6
+from sample_bus.carrier import FLUSH_S
 from sample_bus.closed_seat import ClosedSeat
 from sample_bus.errors import WireError
 from sample_bus.events import (
@@ -44,8 +45,6 @@ from sample_bus.liveness import Liveness
 
 log = structlog.get_logger()
 
-FLUSH_S = 1.0
-"""How long a closing end tries to send what it was handed."""
 HIGH_WATER_MARK = 1000
 """Messages that libzmq queues for one peer; more wait here."""
 _BATCH = 256
