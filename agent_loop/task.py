@@ -29,3 +29,9 @@ class Task:
     """Handed to the reward; also the name under which samples are counted."""
     extra_info: Mapping[str, Any] = field(default_factory=dict)
     """Handed to the reward."""
+    messages: tuple[Mapping[str, Any], ...] = ()
+    """The chat messages that `prompt_text` was made of; empty: the prompt is plain text."""
+    agent_name: str = ""
+    """The agent loop that plays it; empty: the run's own (`rollouter.agent_loop`)."""
+    tools_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    """Handed to the agent loop's tools, by the tool's name."""
