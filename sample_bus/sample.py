@@ -1,15 +1,17 @@
-"""The unit on the bus: one trainable token sequence cut from a rollout.
+"""The unit on the bus: what one rollout has to train, in one or several token sequences.
 
 Invariant: a `Sample` is internally consistent. Every per-token array has the length of `tokens`; the version runs cover exactly
-the sequence; masked positions carry logprob 0.0; all numbers are finite. `validate` is called by the producer before an offer
-and by the decoder after one.
+the tokens, and so do the segments; masked positions carry logprob 0.0; all numbers are finite. `validate` is called by the
+producer before an offer and by the decoder after one. A rollout is one sample, so it is trained whole or not at all.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from enum import StrEnum
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -25,8 +27,14 @@ _MIN, _MAX = np.minimum.reduce, np.maximum.reduce
 _UINT8 = np.dtype(np.uint8)
 _PER_TOKEN = (("tokens", _INT32), ("loss_mask", _UINT8), ("behavior_logprobs", np.dtype(np.float32)))
 _PER_RUN = (("version_starts", _INT32), ("versions", _INT32), ("kept_cache", _UINT8))
-COLUMNS = tuple(name for name, _ in (*_PER_TOKEN, *_PER_RUN))
+COLUMNS = (*(name for name, _ in (*_PER_TOKEN, *_PER_RUN)), "segment_starts", "token_rewards")
 """The arrays of a sample, in the order in which they travel."""
+_ONE_SEGMENT = np.zeros(1, np.int32)
+_NO_REWARDS = np.zeros(0, np.float32)
+_ONE_SEGMENT.flags.writeable = _NO_REWARDS.flags.writeable = False
+MAX_FIGURES = 32
+"""Entries of `reward_parts`, and of `counts`."""
+MAX_FIGURE_NAME = 64
 
 
 class StopReason(StrEnum):
@@ -46,7 +54,7 @@ class SampleId(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Sample:
-    """One sequence of T tokens: prompt and replies, with what training needs."""
+    """T tokens, prompts and replies, in S sequences end to end, with what training needs."""
 
     task_id: str
     """Which task, stable over epochs and restarts."""
@@ -62,7 +70,7 @@ class Sample:
     data_source: str
     """Where the task came from."""
     tokens: npt.NDArray[np.int32]
-    """[T] token ids, prompt first."""
+    """[T] token ids; each segment begins with its prompt."""
     loss_mask: npt.NDArray[np.uint8]
     """[T] 1 where the token was sampled by the policy and is trained, else 0."""
     behavior_logprobs: npt.NDArray[np.float32]
@@ -85,6 +93,24 @@ class Sample:
     """The trainer's incarnation whose versions these are."""
     produced_at: float
     """Unix time in seconds at which the rollout ended."""
+    segment_starts: npt.NDArray[np.int32] = field(default_factory=lambda: _ONE_SEGMENT)
+    """[S] first token of each sequence; begins with 0, rising. Several where a rollout branched, or its history was rewritten:
+    no token of one sequence stands before a token of another. Each sampled token is trained in one of them."""
+    token_rewards: npt.NDArray[np.float32] = field(default_factory=lambda: _NO_REWARDS)
+    """[T] dense rewards, each at the token that earned it, beside `reward`; [0] where there are none."""
+    reward_parts: Mapping[str, float] = field(default_factory=dict)
+    """What `reward` was made of, by name; for metrics."""
+    counts: Mapping[str, int] = field(default_factory=dict)
+    """What happened on the way, by name (`tool_calls`, `tool_parse_errors`, …); for metrics."""
+
+    @property
+    def num_segments(self) -> int:
+        return int(self.segment_starts.shape[0])
+
+    def segments(self) -> list[tuple[int, int]]:
+        """First token and end of each sequence."""
+        starts = self.segment_starts.tolist()
+        return list(zip(starts, [*starts[1:], self.num_tokens], strict=True))
 
     @property
     def num_tokens(self) -> int:
@@ -132,12 +158,21 @@ class Sample:
                 raise WireError(
                     f"{name}: got {array.dtype}{list(array.shape)}, expected {dtype}[R] (rollout {self.rollout_id})"
                 )
+        starts, rewards = self.segment_starts, self.token_rewards
+        if starts.dtype != _INT32 or starts.ndim != 1 or starts.size == 0:
+            got = f"{starts.dtype}{list(starts.shape)}"
+            raise WireError(f"segment_starts: got {got}, expected {_INT32}[S] (rollout {self.rollout_id})")
+        if rewards.dtype != np.dtype(np.float32) or rewards.shape not in ((0,), (length,)):
+            got = f"{rewards.dtype}{list(rewards.shape)}"
+            raise WireError(f"token_rewards: got {got}, expected float32[0] or float32[{length}] (rollout {self.rollout_id})")
         self.check_values()
 
     def check_values(self) -> None:
         """The part of `validate` that looks at values: for arrays whose types and lengths are known to fit."""
         self._check_runs(self.num_tokens)
         self._check_tokens()
+        self._check_segments(self.num_tokens)
+        self._check_figures()
         if not math.isfinite(self.reward):
             raise WireError(f"reward: got {self.reward}, expected a finite number (rollout {self.rollout_id})")
         if not (math.isfinite(self.temperature) and self.temperature > 0):
@@ -161,6 +196,33 @@ class Sample:
         for start, end, version in zip(starts, ends, versions, strict=True):
             if version == NO_VERSION and np.count_nonzero(self.loss_mask[start:end]):
                 raise WireError(f"versions: a trained token has no policy version (rollout {self.rollout_id})")
+
+    def _check_segments(self, length: int) -> None:
+        starts = self.segment_starts.tolist()
+        if starts[0] != 0 or starts[-1] >= length or any(b <= a for a, b in pairwise(starts)):
+            raise WireError(
+                f"segment_starts: got {starts[:8]}, expected rising from 0 below {length} (rollout {self.rollout_id})"
+            )
+        if len(starts) > 1 and self.loss_mask[self.segment_starts].any():
+            raise WireError(f"loss_mask: got 1 where a segment begins, which nothing predicts (rollout {self.rollout_id})")
+        if self.token_rewards.size and not np.isfinite(self.token_rewards).all():
+            at = int(np.flatnonzero(~np.isfinite(self.token_rewards))[0])
+            got = f"token_rewards[{at}]: got {self.token_rewards[at]}"
+            raise WireError(f"{got}, expected a finite number (rollout {self.rollout_id})")
+
+    def _check_figures(self) -> None:
+        for name, figures, kind in (("reward_parts", self.reward_parts, float), ("counts", self.counts, int)):
+            if not figures:
+                continue
+            if len(figures) > MAX_FIGURES:
+                raise WireError(
+                    f"{name}: got {len(figures)} entries, expected at most {MAX_FIGURES} (rollout {self.rollout_id})"
+                )
+            for key, value in figures.items():
+                if type(key) is not str or not 0 < len(key) <= MAX_FIGURE_NAME:
+                    raise WireError(f"{name}: got the name {str(key)[:80]!r}, expected 1 to {MAX_FIGURE_NAME} characters")
+                if type(value) is not kind or not math.isfinite(value) or not abs(value) < 1e300:
+                    raise WireError(f"{name}[{key}]: got {str(value)[:80]}, expected a finite {kind.__name__}")
 
     def _check_tokens(self) -> None:
         logprobs, mask = self.behavior_logprobs, self.loss_mask

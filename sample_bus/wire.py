@@ -8,7 +8,8 @@ A closed seat is frame 0 alone.
 
     prefix    magic 4s | version u8 | kind u8 | flags u16 | epoch u64 | seq u64 | header_len u32 | n_frames u32 | body_len u64 |
               xxh3_64 u64 over everything else: the 40 bytes before it, header, body, large columns
-    columns   raw little-endian; their order and dtypes are fixed, so `num_tokens` and `num_runs` say where each lies
+    columns   raw little-endian; their order and dtypes are fixed, so `num_tokens`, `num_runs`, `num_segments` and `num_rewards`
+              (0: the column is left out) say where each lies
 
 Invariant: `decode` returns exactly what `encode` was given, or raises WireError; no bytes make it do anything else. Arrays are
 read-only views on the frames.
@@ -30,7 +31,7 @@ from sample_bus.packing import Buffer, pack, unpack
 from sample_bus.sample import Sample, SampleId, StopReason
 
 MAGIC = b"HDR1"
-VERSION = 2
+VERSION = 3
 KIND_SAMPLE = 1
 KIND_CLOSED = 2
 MAX_HEADER_BYTES = 64 << 10
@@ -44,7 +45,10 @@ PREFIX_BYTES = _PREFIX.size + _CHECKSUM.size
 _PREFIX_FIELDS = ("magic", "version", "kind", "flags", "frames", "header bytes", "body bytes")
 _PER_TOKEN = (("tokens", np.dtype("<i4")), ("loss_mask", np.dtype("u1")), ("behavior_logprobs", np.dtype("<f4")))
 _PER_RUN = (("version_starts", np.dtype("<i4")), ("versions", np.dtype("<i4")), ("kept_cache", np.dtype("u1")))
-"""Columns in the order in which they travel: one value a token, then one a run of equal versions."""
+"""Columns in the order in which they travel: one value a token, then one a run of equal versions; then those below."""
+_SEGMENT_STARTS = ("segment_starts", np.dtype("<i4"))
+_TOKEN_REWARDS = ("token_rewards", np.dtype("<f4"))
+_LENGTHS = ("num_tokens", "num_runs", "num_segments", "num_rewards")
 _SCALARS: dict[str, type[Any]] = {
     "task_id": str,
     "group_id": str,
@@ -60,6 +64,8 @@ _SCALARS: dict[str, type[Any]] = {
     "settings_revision": int,
     "incarnation": str,
     "produced_at": float,
+    "reward_parts": dict,
+    "counts": dict,
 }
 _CLOSED: dict[str, type[Any]] = {
     "task_id": str,
@@ -76,7 +82,7 @@ _CLOSED: dict[str, type[Any]] = {
     "closed_at": float,
 }
 _HEADERS: dict[int, dict[str, type[Any]]] = {
-    KIND_SAMPLE: {"producer": str, "num_tokens": int, "num_runs": int, **_SCALARS},
+    KIND_SAMPLE: {"producer": str, **dict.fromkeys(_LENGTHS, int), **_SCALARS},
     KIND_CLOSED: {"producer": str, **_CLOSED},
 }
 _NAMES = {kind: list(layout) for kind, layout in _HEADERS.items()}
@@ -113,11 +119,11 @@ def prepare(sample: Sample, producer: str) -> list[bytes | memoryview]:
 
     Raises WireError for columns whose lengths do not fit together.
     """
-    num_tokens, num_runs = sample.tokens.size, sample.versions.size
+    lengths = (sample.tokens.size, sample.versions.size, sample.segment_starts.size, sample.token_rewards.size)
     small: list[bytes] = []
     large: list[bytes | memoryview] = []
     end = 0
-    for name, dtype, length in _columns_of(num_tokens, num_runs):
+    for name, dtype, length in _columns_of(*lengths):
         array = np.ascontiguousarray(getattr(sample, name), dtype=dtype)
         if array.size != length:
             raise WireError(f"{name}: {array.size} values, expected {length} (rollout {sample.rollout_id[:80]})")
@@ -127,7 +133,7 @@ def prepare(sample: Sample, producer: str) -> list[bytes | memoryview]:
             gap = -end % _ALIGN
             small += (bytes(gap), array.tobytes())
             end += gap + array.nbytes
-    header: dict[str, Any] = {"producer": producer, "num_tokens": num_tokens, "num_runs": num_runs}
+    header: dict[str, Any] = {"producer": producer, **dict(zip(_LENGTHS, lengths, strict=True))}
     for name, kind in _SCALARS.items():
         header[name] = kind(getattr(sample, name))
     return [_packed(header, KIND_SAMPLE, sample.rollout_id), b"".join(small), *large]
@@ -188,7 +194,7 @@ def decode(frames: Sequence[bytes | memoryview], *, max_bytes: int) -> tuple[Sam
 
 def _sample(header: dict[str, Any], views: Sequence[memoryview]) -> Sample:
     """The sample of a checked header, all its values checked too."""
-    columns = _columns(header.pop("num_tokens"), header.pop("num_runs"), views)
+    columns = _columns([header.pop(name) for name in _LENGTHS], views)
     header["stop_reason"] = _STOP_REASONS[header["stop_reason"]]
     sample = Sample(**header, **columns)
     sample.check_values()
@@ -242,19 +248,28 @@ def _oddity(header: Any, kind: int) -> str:
     return f"got other keys than expected: {odd}" if odd else "its keys are in another order than expected"
 
 
-def _columns_of(num_tokens: int, num_runs: int) -> list[tuple[str, np.dtype[Any], int]]:
+def _columns_of(num_tokens: int, num_runs: int, num_segments: int, num_rewards: int) -> list[tuple[str, np.dtype[Any], int]]:
     """Name, dtype and length of each column."""
-    per_token = [(name, dtype, num_tokens) for name, dtype in _PER_TOKEN]
-    return [*per_token, *((name, dtype, num_runs) for name, dtype in _PER_RUN)]
+    columns = [(name, dtype, num_tokens) for name, dtype in _PER_TOKEN]
+    columns += [(name, dtype, num_runs) for name, dtype in _PER_RUN]
+    columns.append((*_SEGMENT_STARTS, num_segments))
+    if num_rewards:
+        columns.append((*_TOKEN_REWARDS, num_rewards))
+    return columns
 
 
-def _columns(num_tokens: int, num_runs: int, views: Sequence[memoryview]) -> dict[str, Any]:
+def _columns(lengths: Sequence[int], views: Sequence[memoryview]) -> dict[str, Any]:
     """Arrays by name, each a view. Every byte of every frame has one owner."""
-    if num_tokens < 1 or num_runs < 1:
-        raise WireError(f"columns: got {num_tokens} tokens in {num_runs} runs, expected at least 1 each")
+    num_tokens, num_runs, num_segments, num_rewards = lengths
+    if num_tokens < 1 or num_runs < 1 or num_segments < 1:
+        raise WireError(
+            f"columns: got {num_tokens} tokens in {num_runs} runs and {num_segments} segments, expected at least 1 each"
+        )
+    if num_rewards not in (0, num_tokens):
+        raise WireError(f"num_rewards: got {num_rewards}, expected 0 or {num_tokens}, one for each token")
     columns: dict[str, Any] = {}
     body, end, next_frame = views[1], 0, 2
-    for name, dtype, length in _columns_of(num_tokens, num_runs):
+    for name, dtype, length in _columns_of(*lengths):
         nbytes = length * dtype.itemsize
         if nbytes >= LARGE_COLUMN_BYTES:
             fits = next_frame < len(views) and views[next_frame].nbytes == nbytes

@@ -1,7 +1,8 @@
 """Packing: which tokens go through the model together.
 
 Invariant: a micro-batch is a forest of its sequences' distinct prefixes. Each distinct prefix is computed once, no padding is,
-and every trained token is predicted from exactly its own sequence. Sibling samples share their prompt, and often more.
+and every trained token is predicted from exactly its own sequence. Sibling samples share their prompt, and often more;
+so do the segments of one sample.
 
 Nodes are numbered in pre-order, so that "u precedes v in some sequence" is `u <= v < subtree_ends[u]`.
 """
@@ -64,40 +65,35 @@ def pack(
     share_prefixes: bool = True,
     min_microbatches: int = 1,
 ) -> list[PackedBatch]:
-    """Cut samples into micro-batches of at most max_tokens nodes and max_rows logit rows.
+    """Cut the samples' segments into micro-batches of at most max_tokens nodes and max_rows logit rows.
 
-    A single sample beyond a bound gets a micro-batch of its own. Samples without trained tokens are left out, and only tokens
+    A single segment beyond a bound gets a micro-batch of its own. Segments without trained tokens are left out, and only tokens
     that a trained one is predicted from are computed. min_microbatches spreads the work (over ranks): there come a multiple of
     it, filled up with `empty()`. Deterministic in the order of `samples`. Raises PackingError naming the rollout.
     """
-    trained = [index for index, sample in enumerate(samples) if sample.loss_mask.any()]
-    for index in trained:
-        if samples[index].loss_mask[0]:
-            raise PackingError(
-                f"loss_mask[0]: got 1, expected 0: nothing predicts a first token (rollout {samples[index].rollout_id})"
-            )
-    lengths = {index: int(np.flatnonzero(samples[index].loss_mask)[-1]) for index in trained}
-    inputs = {index: samples[index].tokens[: lengths[index]] for index in trained}
+    pieces = _pieces(samples)
+    inputs = [piece.inputs for piece in pieces]
+    trained = list(range(len(pieces)))
     # Byte order big-endian makes bytes compare as token sequences do, and a prefix sorts before its extensions.
     order = sorted(trained, key=lambda index: inputs[index].astype(">u4").tobytes()) if share_prefixes else trained
     shared = [0] * len(order)
     if share_prefixes:
         for place in range(1, len(order)):
             shared[place] = _common_prefix(inputs[order[place - 1]], inputs[order[place]])
-    costs = [lengths[index] - common for index, common in zip(order, shared, strict=True)]
-    rows = [samples[index].num_trained_tokens for index in order]
+    costs = [inputs[index].shape[0] - common for index, common in zip(order, shared, strict=True)]
+    rows = [pieces[index].positions.shape[0] for index in order]
     budget = max_tokens if min_microbatches == 1 else min(max_tokens, max(1, -(-sum(costs) // min_microbatches)))
     batches: list[PackedBatch] = []
     start = num_nodes = num_rows = 0
     for place, index in enumerate(order):
         if place > start and (num_nodes + costs[place] > budget or num_rows + rows[place] > max_rows):
-            batches.append(_forest(samples, order[start:place], inputs, [0, *shared[start + 1 : place]]))
-            start, num_nodes, num_rows = place, lengths[index], rows[place]
+            batches.append(_forest(samples, [pieces[k] for k in order[start:place]], [0, *shared[start + 1 : place]]))
+            start, num_nodes, num_rows = place, inputs[index].shape[0], rows[place]
         else:
-            num_nodes += costs[place] if place > start else lengths[index]
+            num_nodes += costs[place] if place > start else inputs[index].shape[0]
             num_rows += rows[place]
     if order:
-        batches.append(_forest(samples, order[start:], inputs, [0, *shared[start + 1 :]]))
+        batches.append(_forest(samples, [pieces[k] for k in order[start:]], [0, *shared[start + 1 :]]))
     return batches + [empty()] * (-len(batches) % min_microbatches)
 
 
@@ -132,41 +128,71 @@ def _common_prefix(left: npt.NDArray[np.int32], right: npt.NDArray[np.int32]) ->
     return int(differs[0]) if differs.size else length
 
 
-def _forest(
-    samples: Sequence[Sample], order: Sequence[int], inputs: dict[int, npt.NDArray[np.int32]], shared: Sequence[int]
-) -> PackedBatch:
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Piece:
+    """One segment of a sample, as far as its trained tokens need it."""
+
+    index: int
+    """Of its sample."""
+    start: int
+    """First token in its sample."""
+    inputs: npt.NDArray[np.int32]
+    """[L] the tokens that go through the model: all before the last trained one."""
+    positions: npt.NDArray[np.int64]
+    """[P] trained tokens, counted from `start`."""
+
+
+def _pieces(samples: Sequence[Sample]) -> list[_Piece]:
+    """The segments that have a trained token."""
+    pieces: list[_Piece] = []
+    for index, sample in enumerate(samples):
+        for start, end in sample.segments():
+            positions = np.flatnonzero(sample.loss_mask[start:end])
+            if not positions.size:
+                continue
+            if positions[0] == 0:
+                raise PackingError(
+                    f"loss_mask[{start}]: got 1, expected 0: nothing predicts a first token (rollout {sample.rollout_id})"
+                )
+            inputs = sample.tokens[start : start + int(positions[-1])]
+            pieces.append(_Piece(index=index, start=start, inputs=inputs, positions=positions))
+    return pieces
+
+
+def _forest(samples: Sequence[Sample], pieces: Sequence[_Piece], shared: Sequence[int]) -> PackedBatch:
     """Build the forest of sequences in pre-order; shared[k] tokens of sequence k are those of sequence k - 1."""
-    sizes = [inputs[index].shape[0] - common for index, common in zip(order, shared, strict=True)]
+    sizes = [piece.inputs.shape[0] - common for piece, common in zip(pieces, shared, strict=True)]
     num_nodes = sum(sizes)
     ends = np.full(num_nodes, num_nodes, dtype=np.int64)
     path = np.zeros(0, dtype=np.int64)
     first = 0
-    nodes, token_ids, token_samples, token_positions = [], [], [], []
-    for index, common, size in zip(order, shared, sizes, strict=True):
+    nodes, token_ids, token_samples, token_positions, behavior = [], [], [], [], []
+    for piece, common, size in zip(pieces, shared, sizes, strict=True):
         ends[path[common:]] = first
         path = np.concatenate((path[:common], np.arange(first, first + size)))
         first += size
-        sample = samples[index]
-        positions = np.flatnonzero(sample.loss_mask)
-        nodes.append(path[positions - 1])
-        token_ids.append(sample.tokens[positions])
-        token_samples.append(np.full(positions.shape, index, dtype=np.int64))
-        token_positions.append(positions)
-    of_sample = np.concatenate(token_samples)
-    positions = np.concatenate(token_positions)
-    temperatures = np.array([sample.temperature for sample in samples], dtype=np.float32)[of_sample]
-    keys = np.empty(positions.shape, dtype=[("node", np.int64), ("temperature", np.float32)])
+        sample = samples[piece.index]
+        of_sample = piece.positions + piece.start
+        nodes.append(path[piece.positions - 1])
+        token_ids.append(sample.tokens[of_sample])
+        token_samples.append(np.full(of_sample.shape, piece.index, dtype=np.int64))
+        token_positions.append(of_sample)
+        behavior.append(sample.behavior_logprobs[of_sample])
+    indices = np.concatenate(token_samples)
+    temperatures = np.array([sample.temperature for sample in samples], dtype=np.float32)[indices]
+    keys = np.empty(indices.shape, dtype=[("node", np.int64), ("temperature", np.float32)])
     keys["node"], keys["temperature"] = np.concatenate(nodes), temperatures
     rows, token_rows = np.unique(keys, return_inverse=True)
+    paired = list(zip(pieces, shared, strict=True))
     return PackedBatch(
-        input_ids=np.concatenate([inputs[i][c:] for i, c in zip(order, shared, strict=True)]).astype(np.int64),
-        position_ids=np.concatenate([np.arange(c, inputs[i].shape[0]) for i, c in zip(order, shared, strict=True)]),
+        input_ids=np.concatenate([piece.inputs[common:] for piece, common in paired]).astype(np.int64),
+        position_ids=np.concatenate([np.arange(common, piece.inputs.shape[0]) for piece, common in paired]),
         subtree_ends=ends,
         row_nodes=np.array(rows["node"], order="C"),
         row_temperatures=np.array(rows["temperature"], order="C"),
         token_rows=token_rows.astype(np.int64),
         token_ids=np.concatenate(token_ids).astype(np.int64),
-        token_samples=of_sample,
-        token_positions=positions,
-        behavior_logprobs=np.concatenate([samples[i].behavior_logprobs[samples[i].loss_mask != 0] for i in order]),
+        token_samples=indices,
+        token_positions=np.concatenate(token_positions),
+        behavior_logprobs=np.concatenate(behavior),
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -57,6 +58,22 @@ def make_sample(
         "produced_at": 0.0,
     }
     return Sample(**{**fields, **changes})
+
+
+def end_to_end(samples: Sequence[Sample], **changes: Any) -> Sample:
+    """One sample with the sequences of `samples` as its segments; its scalars are the first one's."""
+    starts = np.cumsum([0, *(one.num_tokens for one in samples[:-1])])
+    joined = {
+        name: np.concatenate([getattr(one, name) for one in samples])
+        for name in ("tokens", "loss_mask", "behavior_logprobs", "versions", "kept_cache")
+    }
+    shifted = [one.version_starts + start for one, start in zip(samples, starts, strict=True)]
+    fields: dict[str, Any] = {
+        **joined,
+        "version_starts": np.concatenate(shifted).astype(np.int32),
+        "segment_starts": starts.astype(np.int32),
+    }
+    return replace(samples[0], **{**fields, **changes})
 
 
 def lease(sample: Sample, seq: int, *, producer: str = "rollouter", epoch: int = 1) -> Leased:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from sample_bus.errors import WireError
 from sample_bus.sample import NO_VERSION, Sample
-from tests.fakes.samples import make_sample
+from tests.fakes.samples import end_to_end, make_sample
 
 
 def is_consistent(sample: Sample) -> bool:
@@ -88,6 +88,16 @@ def test_validate_accepts_exactly_what_the_invariant_allows(
         ({"kept_cache": np.zeros(2, np.int32)}, r"kept_cache: got int32\[2\], expected uint8"),
         ({"kept_cache": np.array([1, 0], np.uint8)}, "kept_cache: got 1 for tokens that no policy sampled"),
         ({"seat": 1}, "seat: got 1, expected 0 to 0"),
+        ({"segment_starts": np.zeros(0, np.int32)}, r"segment_starts: got int32\[0\]"),
+        ({"segment_starts": np.array([0, 5], np.int32)}, r"segment_starts: got \[0, 5\], expected rising from 0 below 5"),
+        ({"segment_starts": np.array([0, 0], np.int32)}, "segment_starts: got"),
+        ({"segment_starts": np.array([0, 4], np.int32)}, "loss_mask: got 1 where a segment begins"),
+        ({"token_rewards": np.zeros(4, np.float32)}, r"token_rewards: got float32\[4\], expected float32\[0\] or"),
+        ({"token_rewards": np.array([0, 0, np.nan, 0, 0], np.float32)}, r"token_rewards\[2\]: got nan"),
+        ({"reward_parts": {"format": float("inf")}}, r"reward_parts\[format\]: got inf"),
+        ({"reward_parts": {"": 1.0}}, "reward_parts: got the name ''"),
+        ({"counts": {"tools": 1.0}}, r"counts\[tools\]: got 1.0, expected a finite int"),
+        ({"counts": {str(index): 1 for index in range(33)}}, "counts: got 33 entries, expected at most 32"),
     ],
 )
 def test_wrong_shapes_and_types_are_named(change: dict[str, object], message: str) -> None:
@@ -113,3 +123,11 @@ def test_runs_expand_to_one_version_for_each_token() -> None:
     )
     assert sample.token_versions().tolist() == [-1, -1, 8, 8, 6]
     assert (sample.oldest_version, sample.num_trained_tokens, sample.num_tokens) == (6, 3, 5)
+
+
+def test_segments_are_spans_of_the_tokens() -> None:
+    """B32: all the sequences of a rollout are one sample."""
+    sample = end_to_end([make_sample(prompt=[1], reply=[2, 3]), make_sample(prompt=[1, 2], reply=[4])])
+    sample.validate()
+    assert (sample.num_segments, sample.segments(), sample.num_trained_tokens) == (2, [(0, 3), (3, 6)], 3)
+    assert make_sample(prompt=[1], reply=[2, 3]).segments() == [(0, 3)]

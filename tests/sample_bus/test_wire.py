@@ -17,7 +17,16 @@ from tests.fakes.samples import make_sample
 
 ID = SampleId("rollouter", 2**63 + 5, 12)
 LIMIT = 1 << 30
-COLUMNS = ("tokens", "loss_mask", "behavior_logprobs", "version_starts", "versions", "kept_cache")
+COLUMNS = (
+    "tokens",
+    "loss_mask",
+    "behavior_logprobs",
+    "version_starts",
+    "versions",
+    "kept_cache",
+    "segment_starts",
+    "token_rewards",
+)
 SCALARS = (
     "task_id",
     "group_id",
@@ -33,6 +42,8 @@ SCALARS = (
     "settings_revision",
     "incarnation",
     "produced_at",
+    "reward_parts",
+    "counts",
 )
 
 
@@ -65,6 +76,9 @@ def with_header(frames: list[bytes | memoryview], **changes: Any) -> list[bytes]
 TEXT = st.text(st.characters(exclude_categories=("Cs",)), max_size=20)
 
 
+NAME = st.text(st.characters(exclude_categories=("Cs",)), min_size=1, max_size=20)
+
+
 @st.composite
 def samples(draw: st.DrawFn, *, longest: int = 2000) -> Sample:
     """Valid samples: the scalars by Hypothesis, the columns by a generator that it seeds."""
@@ -74,6 +88,8 @@ def samples(draw: st.DrawFn, *, longest: int = 2000) -> Sample:
     versions = random.choice([NO_VERSION, 0, 1, 7, 2**31 - 1], len(starts))
     expanded = np.repeat(versions, np.diff([*starts, length]))
     mask = (random.random(length) < 0.7) & (expanded != NO_VERSION)
+    segments = np.unique([0, *random.integers(0, length, draw(st.integers(0, 3)))])
+    mask[segments] = False
     group_size = draw(st.integers(1, 64))
     return make_sample(
         task_id=draw(TEXT),
@@ -94,6 +110,10 @@ def samples(draw: st.DrawFn, *, longest: int = 2000) -> Sample:
         num_turns=draw(st.integers(0, 1000)),
         settings_revision=draw(st.integers(0, 2**31 - 1)),
         produced_at=draw(st.floats(0, 1e10)),
+        segment_starts=segments.astype(np.int32),
+        token_rewards=random.normal(size=length * draw(st.integers(0, 1))).astype(np.float32),
+        reward_parts=draw(st.dictionaries(NAME, st.floats(-1e9, 1e9), max_size=3)),
+        counts=draw(st.dictionaries(NAME, st.integers(0, 10**9), max_size=3)),
     )
 
 
@@ -112,7 +132,7 @@ def test_every_valid_sample_comes_back_as_it_was(sample: Sample, epoch: int, seq
 def test_decoded_columns_are_read_only_views_on_the_frames() -> None:
     frames = [bytes(frame) for frame in wire.encode(make_sample(reply=[1] * 200_000), ID)]
     _, sample = wire.decode(frames, max_bytes=LIMIT)
-    for name in COLUMNS:
+    for name in COLUMNS[:-1]:  # no token rewards
         array = getattr(sample, name)
         assert not array.flags.writeable
         assert any(np.shares_memory(array, np.frombuffer(frame, np.uint8)) for frame in frames)
@@ -135,7 +155,7 @@ def test_columns_in_the_body_are_aligned_to_64_bytes() -> None:
     assert isinstance(got, Sample)
     start = np.frombuffer(frames[1], np.uint8).ctypes.data
     columns = [getattr(got, name) for name in COLUMNS]
-    assert [(column.ctypes.data - start) % 64 for column in columns] == [0] * 6
+    assert [(column.ctypes.data - start) % 64 for column in columns[:7]] == [0] * 7
 
 
 def test_non_contiguous_columns_are_encoded_by_value() -> None:
@@ -163,7 +183,7 @@ PLAIN = st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.floats
 
 @given(
     st.sampled_from(FRAMES),
-    st.sampled_from([*SCALARS, "producer", "num_tokens", "num_runs", "surplus"]),
+    st.sampled_from([*SCALARS, "producer", "num_tokens", "num_runs", "num_segments", "num_rewards", "surplus"]),
     PLAIN | st.lists(PLAIN, max_size=6) | st.lists(st.lists(PLAIN, max_size=7), min_size=5, max_size=5),
 )
 def test_well_sealed_nonsense_in_the_header_is_a_wire_error_or_a_valid_sample(
@@ -179,7 +199,9 @@ def test_well_sealed_nonsense_in_the_header_is_a_wire_error_or_a_valid_sample(
 
 
 @given(
-    st.sampled_from(FRAMES), st.sampled_from(["num_tokens", "num_runs"]), st.integers(-(2**40), 2**40) | st.integers(-8, 2000)
+    st.sampled_from(FRAMES),
+    st.sampled_from(["num_tokens", "num_runs", "num_segments"]),
+    st.integers(-(2**40), 2**40) | st.integers(-8, 2000),
 )
 def test_lengths_that_lie_are_refused_or_stay_within_the_frames(
     frames: list[bytes | memoryview], name: str, value: int
@@ -198,7 +220,7 @@ def test_lengths_that_lie_are_refused_or_stay_within_the_frames(
     ("change", "message"),
     [
         ({"magic": b"RLS1"}, "magic: got b'RLS1', expected b'HDR1'"),
-        ({"version": 1}, "version: got 1, expected 2"),
+        ({"version": 1}, "version: got 1, expected 3"),
         ({"kind": 9}, "kind: got 9, expected 1"),
         ({"flags": 1}, "flags: got 1, expected 0"),
         ({"n_frames": 3}, "frames: got 3, expected 2"),

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sample_bus.sample import Sample
-from tests.fakes.samples import make_sample
+from tests.fakes.samples import end_to_end, make_sample
 from tests.trainer.sequences import of_lengths, siblings
 from trainer.errors import PackingError
 from trainer.packing import PackedBatch, attention_mask, pack
@@ -19,7 +19,8 @@ UNBOUNDED = 1 << 30
 
 @st.composite
 def sample_lists(draw: st.DrawFn) -> list[Sample]:
-    samples = []
+    """Of one or two segments."""
+    samples: list[Sample] = []
     for index in range(draw(st.integers(1, 6))):
         prompt = draw(st.lists(st.integers(0, 2), min_size=1, max_size=5))
         reply = draw(st.lists(st.integers(0, 2), min_size=1, max_size=5))
@@ -33,7 +34,10 @@ def sample_lists(draw: st.DrawFn) -> list[Sample]:
         untrained = draw(st.sets(st.integers(len(prompt), len(prompt) + len(reply) - 1)))
         sample.loss_mask[list(untrained)] = 0
         sample.behavior_logprobs[list(untrained)] = 0
-        samples.append(sample)
+        if samples and draw(st.integers(0, 3)) == 0:
+            samples[-1] = end_to_end([samples[-1], sample])
+        else:
+            samples.append(sample)
     return samples
 
 
@@ -63,13 +67,14 @@ def expected_sequences(samples: list[Sample]) -> list[tuple[int, int, tuple[int,
         (
             index,
             int(position),
-            tuple(sample.tokens[:position].tolist()),
+            tuple(sample.tokens[start:position].tolist()),
             int(sample.tokens[position]),
             float(sample.behavior_logprobs[position]),
             float(np.float32(sample.temperature)),
         )
         for index, sample in enumerate(samples)
-        for position in np.flatnonzero(sample.loss_mask)
+        for start, end in sample.segments()
+        for position in np.flatnonzero(sample.loss_mask[start:end]) + start
     ]
 
 
@@ -84,18 +89,20 @@ def test_every_trained_token_sees_its_own_sequence_and_only_that(
 
 
 @given(sample_lists(), st.integers(1, 40))
-def test_a_microbatch_stays_in_its_budget_unless_one_sample_alone_is_longer(samples: list[Sample], max_tokens: int) -> None:
+def test_a_microbatch_stays_in_its_budget_unless_one_segment_alone_is_longer(samples: list[Sample], max_tokens: int) -> None:
     for batch in pack(samples, max_tokens=max_tokens, max_rows=UNBOUNDED):
-        assert batch.num_nodes <= max_tokens or len(set(batch.token_samples.tolist())) == 1
+        longest = max(end - start for sample in samples for start, end in sample.segments())
+        assert batch.num_nodes <= max(max_tokens, longest)
 
 
 @given(sample_lists())
 def test_each_distinct_prefix_is_computed_once(samples: list[Sample]) -> None:
     prefixes = {
-        tuple(sample.tokens[:end].tolist())
+        tuple(sample.tokens[start:end].tolist())
         for sample in samples
-        if sample.loss_mask.any()
-        for end in range(1, int(np.flatnonzero(sample.loss_mask)[-1]) + 1)
+        for start, stop in sample.segments()
+        if sample.loss_mask[start:stop].any()
+        for end in range(start + 1, start + int(np.flatnonzero(sample.loss_mask[start:stop])[-1]) + 1)
     }
     batches = pack(samples, max_tokens=UNBOUNDED, max_rows=UNBOUNDED)
     assert sum(batch.num_nodes for batch in batches) == len(prefixes)
@@ -149,3 +156,11 @@ def test_a_single_trained_token_gives_arrays_that_torch_takes() -> None:
     (batch,) = pack([make_sample(reply=[8], logprobs=[-0.5])], max_tokens=8, max_rows=8)
     assert torch.from_numpy(batch.row_nodes).tolist() == [2]
     assert torch.from_numpy(batch.row_temperatures).tolist() == [1.0]
+
+
+def test_segments_share_the_prefix_that_they_have_in_common() -> None:
+    """B59: a rewritten history costs what is new in it."""
+    sample = end_to_end([make_sample(prompt=[1, 2, 3], reply=[4, 5]), make_sample(prompt=[1, 2, 3, 6], reply=[7, 8])])
+    (batch,) = pack([sample], max_tokens=UNBOUNDED, max_rows=UNBOUNDED)
+    assert batch.num_nodes == 6
+    assert batch.token_positions.tolist() == [3, 4, 9, 10]
