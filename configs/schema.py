@@ -53,19 +53,103 @@ class ModelSettings(Section):
 
 
 class DataSettings(Section):
-    source: str = Field(
+    source: str | tuple[str, ...] = Field(
         "addition",
-        description="Tasks: `addition`, `sort`, a JSON-lines file (prompt, ground_truth, data_source, extra_info), or a dotted "
-        "path `module:function` returning rows.",
+        description="Tasks, from one source or several: `addition`, `sort`, `reasoning_gym:NAME` (with `?key=value&…` of its "
+        "configuration), a file (.jsonl, .json, .parquet, .arrow), a directory saved by Hugging Face datasets, or a dotted path "
+        "`module:function` returning rows.",
+    )
+    weights: tuple[float, ...] = Field(
+        (), description="With several sources, how often each row of each comes in an epoch; empty: once."
     )
     reward: str = Field(
         "agent_loop.rewards:exact_match",
         description="Reward: dotted path to a function of (data_source, solution_str, ground_truth, extra_info).",
     )
+    prompt_key: str | None = Field(
+        None, min_length=1, description="Column of the prompt; null: the first of prompt, messages, question, problem."
+    )
+    ground_truth_key: str | None = Field(
+        None,
+        min_length=1,
+        description="Column of the ground truth, dots lead into it; null: the first of ground_truth, "
+        "reward_model.ground_truth, answer, solution.",
+    )
+    data_source_key: str = Field("data_source", min_length=1, description="Column of the data source's name.")
+    needs_ground_truth: bool = Field(True, description="Whether a row without ground truth is an error.")
+    as_chat: bool = Field(False, description="A prompt given as text becomes a user's message of the model's chat template.")
+    system_prompt: str = Field("", description="System message put before chat messages that have none.")
     held_out_fraction: float = Field(0.2, ge=0.0, lt=1.0, description="Share of the tasks kept for evaluation, never trained.")
     shuffle: bool = Field(True, description="Shuffle each epoch by the run's seed.")
+    curriculum: str | None = Field(
+        None, min_length=1, description="Dotted path to a function of (tasks, epoch, seed) returning an epoch's order."
+    )
     num_epochs: int | None = Field(None, ge=1, description="Passes over the tasks; null: as many as the steps need.")
-    max_prompt_tokens: int = Field(1024, ge=1, description="Tasks with a longer prompt are refused at load.")
+    max_prompt_tokens: int = Field(1024, ge=1, description="Tasks with a longer prompt are refused.")
+    on_overlong: Literal["drop", "left", "right", "error"] = Field(
+        "drop",
+        description="A prompt beyond max_prompt_tokens: leave the task out, cut the prompt's beginning (left) or end (right), "
+        "or refuse the data.",
+    )
+    filter: Literal["auto", "at_start", "lazy"] = Field(
+        "auto",
+        description="When prompts are measured: all at the start (in parallel, the result is kept), or each as its turn comes; "
+        "`auto`: at the start up to 20000 rows.",
+    )
+    filter_processes: int | None = Field(None, ge=1, le=1024, description="Processes that measure; null: as many as cores.")
+    cache_dir: Path | None = Field(
+        None, description="Where converted files and measured lengths are kept. Default: the user's cache directory."
+    )
+
+    @field_validator("weights")
+    @classmethod
+    def _positive(cls, weights: tuple[float, ...]) -> tuple[float, ...]:
+        if any(not 0 < weight <= 1000 for weight in weights):
+            raise ValueError(f"got {list(weights)}, expected numbers above 0, at most 1000")
+        return weights
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        """Every source, one or several."""
+        return (self.source,) if isinstance(self.source, str) else self.source
+
+
+class FilterSettings(Section):
+    zero_signal: Literal["keep", "drop"] = live(
+        "keep",
+        Scope.NEXT_STEP,
+        description="Groups whose rewards are all alike: train them, or drop them and have as many new ones made (DAPO).",
+    )
+    max_attempts: int = live(
+        10,
+        Scope.NEXT_STEP,
+        ge=1,
+        le=1_000_000,
+        description="With zero_signal=drop: groups of so many steps may be dropped for one step; those that come after are kept.",
+    )
+    pass_reward: float = live(
+        1.0, Scope.NEXT_ADMISSION, ge=-1e9, le=1e9, description="A sample with at least this reward counts as passed."
+    )
+    min_pass_rate: float = live(
+        0.0,
+        Scope.NEXT_ADMISSION,
+        ge=0,
+        le=1,
+        description="A task whose last group passed less often than this is passed over, for revisit_epochs.",
+    )
+    max_pass_rate: float = live(
+        1.0, Scope.NEXT_ADMISSION, ge=0, le=1, description="A task whose last group passed more often than this is passed over."
+    )
+    revisit_epochs: int = live(
+        3, Scope.NEXT_ADMISSION, ge=1, le=1_000_000, description="Epochs after which a task that was passed over comes again."
+    )
+    replay_share: float = live(
+        0.0,
+        Scope.NEXT_ADMISSION,
+        ge=0,
+        le=0.9,
+        description="Share of the groups that are made of tasks seen before, those of medium pass rate first; 0: none.",
+    )
 
 
 class BusSettings(Section):
@@ -120,10 +204,32 @@ class BusSettings(Section):
 
 
 class WeightSyncSettings(Section):
-    transport: Literal["shared_memory"] = Field("shared_memory", description="How weights travel to the engines.")
-    bucket_bytes: int = Field(4 << 20, ge=1 << 12, description="Size of one of the two buckets that stream the weights.")
+    transport: Literal["shared_memory", "tcp", "collective", "file"] = Field(
+        "shared_memory",
+        description="How weights leave the trainer: `shared_memory` and `file` within one host, `tcp` and `collective` across "
+        "hosts.",
+    )
+    bucket_bytes: int = Field(
+        4 << 20, ge=1 << 12, le=1 << 30, description="Size of one of the two buckets that stream the weights."
+    )
+    snapshot: Literal["always", "never"] = Field(
+        "always",
+        description="`always`: a copy of a version is sent, so that training goes on meanwhile. `never`: no memory for a copy, "
+        "the trainer waits until its weights have left.",
+    )
+    verify: Literal["always", "first", "never"] = Field(
+        "always",
+        description="When receivers compute checksums of what arrived: with each version, with the first one only, or never.",
+    )
+    name_map: str | None = Field(
+        None, description="Dotted path `module:function` from the trainer's name of a tensor to the engine's; null: the same."
+    )
     connect_timeout_s: float = Field(30.0, gt=0, description="Deadline for an engine to open the stream of a round.")
     bucket_timeout_s: float = Field(30.0, gt=0, description="Deadline for one bucket to be taken.")
+    announce_timeout_s: float = Field(30.0, gt=0, description="Deadline for an announced version to be asked for.")
+    stage_timeout_s: float = Field(120.0, gt=0, description="Deadline for a version to be staged once it was asked for.")
+    commit_timeout_s: float = Field(60.0, gt=0, description="Deadline for an engine to load a staged version.")
+    confirm_timeout_s: float = Field(30.0, gt=0, description="Deadline for an engine to say which version it holds.")
     round_timeout_s: float = Field(120.0, gt=0, description="Deadline of a whole round: announce, stage, commit, confirm.")
 
 
@@ -268,6 +374,13 @@ class TrainerSettings(Section):
     normalize_by_std: bool = live(
         True, Scope.NEXT_STEP, description="Divide a group's advantages by its standard deviation (GRPO)."
     )
+    lora_rank: int = Field(
+        0, ge=0, le=1024, description="Rank of the adapters that are trained in place of the model's weights; 0: train those."
+    )
+    lora_alpha: float = Field(32.0, gt=0, le=1e6, description="An adapter counts lora_alpha / lora_rank times.")
+    lora_targets: tuple[str, ...] = Field(
+        (), description="Linear layers that get an adapter, such as `q_proj`; empty: all but the language head."
+    )
     max_tokens_per_microbatch: int = Field(4096, ge=16, description="Tokens of one packed forward and backward pass.")
     num_threads: int | None = Field(None, ge=1, description="Threads of the trainer; null: its share of the cores.")
 
@@ -372,6 +485,7 @@ class Settings(Section):
     auto_staleness: AutoStalenessSettings = AutoStalenessSettings()
     model: ModelSettings = ModelSettings()
     data: DataSettings = DataSettings()
+    filters: FilterSettings = FilterSettings()
     bus: BusSettings = BusSettings()
     weight_sync: WeightSyncSettings = WeightSyncSettings()
     engine: EngineSettings = EngineSettings()
@@ -412,6 +526,16 @@ class Settings(Section):
         if self.evaluation.every_versions and not self.data.held_out_fraction:
             problems.append(
                 f"evaluation.every_versions={self.evaluation.every_versions}: data.held_out_fraction=0 leaves no task for it"
+            )
+        if self.data.weights and len(self.data.weights) != len(self.data.sources):
+            problems.append(f"data.weights: got {len(self.data.weights)}, expected one for each of {len(self.data.sources)} sources")
+        if not self.data.sources:
+            problems.append("data.source: got no source, expected at least one")
+        if self.data.curriculum is not None and (self.data.weights or self.data.filter == "lazy"):
+            problems.append("data.curriculum orders all tasks itself: it goes with neither data.weights nor data.filter=lazy")
+        if self.filters.min_pass_rate > self.filters.max_pass_rate:
+            problems.append(
+                f"filters.min_pass_rate={self.filters.min_pass_rate} is above filters.max_pass_rate={self.filters.max_pass_rate}"
             )
         if self.trigger_parameter_sync_step > self.num_steps:
             problems.append(

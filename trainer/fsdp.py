@@ -1,7 +1,8 @@
 """A Hugging Face causal model under training, whole on one device or sharded over ranks with FSDP2.
 
 Invariant: the float32 masters are the model. Compute weights are their rounding to the compute type, renewed after each step;
-the gradient is accumulated in float32 and is the same, up to rounding, for every cut into micro-batches and ranks.
+the gradient is accumulated in float32 and is the same, up to rounding, for every cut into micro-batches and ranks. With
+`lora_rank` only adapters are trained and saved (`trainer.lora`); the weights below them stay as they were loaded.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from trainer import snapshot
 from trainer.errors import NonFiniteError
 from trainer.export import named_weights, published_weights
 from trainer.forward import ModelShape, Predictions, predict
+from trainer.lora import Adapted, adapted_layers, add_adapters, base_digest, peft_name, without_adapters, write_adapter
 from trainer.losses import token_losses
 from trainer.metrics import TokenSums
 from trainer.models import load_causal_model
@@ -36,7 +38,8 @@ class FsdpPolicy:
 
     model_dir: a Hugging Face directory. dtype: float32 or bfloat16, the type of compute and of exported weights. With an
     initialized torch.distributed process group the model is sharded over all its ranks. share_prefixes=False computes every
-    sequence for itself, which only comparisons want.
+    sequence for itself, which only comparisons want. With lora_rank, `export_weights` yields merged weights, or the adapters
+    alone where exports_adapters; `seed` gives the first adapters.
     """
 
     def __init__(
@@ -47,23 +50,33 @@ class FsdpPolicy:
         dtype: torch.dtype,
         trust_remote_code: bool = False,
         share_prefixes: bool = True,
+        exports_adapters: bool = False,
+        seed: int = 0,
     ) -> None:
+        assert settings.lora_rank or not exports_adapters, "a model without adapters has none to export"
         self._settings = settings
+        self._model_dir = model_dir
         self._dtype = dtype
         self._share_prefixes = share_prefixes
         self._ranks = Ranks.current()
         self._device = self._ranks.device
-        self._model = load_causal_model(model_dir, trust_remote_code=trust_remote_code).to(self._device)
+        self._model = load_causal_model(model_dir, trust_remote_code=trust_remote_code)
+        if settings.lora_rank:
+            add_adapters(self._model, settings, seed=seed)
+        self._model = self._model.to(self._device)
         self._shape = ModelShape.of(self._model.config)
         if self._ranks.num_ranks > 1:
             shard(self._model, self._ranks, dtype=dtype)
-        parameters = dict(self._model.named_parameters())
+        self._exports_adapters = exports_adapters
+        self._adapted = adapted_layers(self._model)
+        self._facts = self._facts_of_adapters() if self._adapted else {}
+        parameters = {name: parameter for name, parameter in self._model.named_parameters() if parameter.requires_grad}
         self._names = list(parameters)
         self._parameters = list(parameters.values())
         self._has_copies = self._ranks.num_ranks == 1 and dtype != torch.float32
         masters = [local(parameter) for parameter in self._parameters]
         if self._has_copies:
-            for parameter in self._parameters:
+            for parameter in self._model.parameters():
                 parameter.data = parameter.data.to(dtype)
         self._optimizer = AdamW(
             masters,
@@ -153,19 +166,52 @@ class FsdpPolicy:
     def export_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """See `Policy.export_weights`."""
 
-        def gather(tensor: torch.Tensor) -> torch.Tensor:
-            full = whole(tensor, like=tensor).detach()
-            return full.to(self._dtype) if full.is_floating_point() else full
+        if self._exports_adapters:
+            return self._adapters()
+        weights = named_weights(self._model)
+        if not self._adapted:
+            return published_weights(self._model, weights, gather=self._gather)
+        adapted = {id(layer.base): layer for layer in self._adapted}
 
-        return published_weights(self._model, named_weights(self._model), gather=gather)
+        def merge(tensor: torch.Tensor) -> torch.Tensor:
+            layer = adapted.get(id(tensor))
+            base = self._gather(tensor)
+            return base if layer is None else self._merged(layer, base)
+
+        return published_weights(self._model, without_adapters(weights), gather=merge)
+
+    def _gather(self, tensor: torch.Tensor) -> torch.Tensor:
+        full = whole(tensor, like=tensor).detach()
+        return full.to(self._dtype) if full.is_floating_point() else full
+
+    def _merged(self, layer: Adapted, base: torch.Tensor) -> torch.Tensor:
+        return layer.merged(base, self._gather(layer.a), self._gather(layer.b)).to(self._dtype)
+
+    def _adapters(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for layer in self._adapted:
+            yield peft_name(layer.path, "lora_A"), self._gather(layer.a)
+            yield peft_name(layer.path, "lora_B"), self._gather(layer.b)
+
+    def _facts_of_adapters(self) -> dict[str, object]:
+        """What adapters belong to, beside their shapes."""
+        return {"lora_alpha": self._settings.lora_alpha, "base": base_digest(self._model)}
+
+    def save_adapter(self, directory: Path) -> None:
+        """Write the adapters alone, as PEFT and engines read them, into an existing directory; collective."""
+        tensors = {name: tensor.float() for name, tensor in self._adapters()}
+        if self._ranks.rank == 0:
+            write_adapter(directory, tensors, self._settings, base_dir=self._model_dir)
+        self._ranks.barrier()
 
     def save(self, directory: Path) -> None:
         """See `Policy.save`."""
-        snapshot.write(directory, self._names, self._parameters, self._optimizer, self._ranks)
+        snapshot.write(directory, self._names, self._parameters, self._optimizer, self._ranks, facts=self._facts)
+        if self._adapted:
+            self.save_adapter(directory)
 
     def load(self, directory: Path) -> None:
         """See `Policy.load`."""
-        snapshot.read(directory, self._names, self._parameters, self._optimizer, self._ranks)
+        snapshot.read(directory, self._names, self._parameters, self._optimizer, self._ranks, facts=self._facts)
         self._clear()
         self._renew_copies()
 

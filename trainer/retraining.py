@@ -53,7 +53,11 @@ def train_again(again: Again, ending: threading.Event) -> Comparison:
     prepared = prepare_model(settings)
     randomness = Randomness()
     policy = FsdpPolicy(
-        prepared.model_dir, settings.trainer, dtype=prepared.dtype, trust_remote_code=settings.model.trust_remote_code
+        prepared.model_dir,
+        settings.trainer,
+        dtype=prepared.dtype,
+        trust_remote_code=settings.model.trust_remote_code,
+        seed=settings.seed,
     )
     parts: dict[str, Part] = {"policy": policy, "random": randomness}
     randomness.seed(settings.seed)

@@ -7,7 +7,7 @@ and which parameters, and reading refuses any other.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -21,10 +21,20 @@ from trainer.ranks import Ranks
 
 FORMAT = 1
 _DESCRIPTION = "policy.json"
+NO_FACTS: Mapping[str, object] = {}
 
 
-def write(directory: Path, names: Sequence[str], parameters: Sequence[torch.Tensor], optimizer: AdamW, ranks: Ranks) -> None:
-    """Write into `directory`, which exists; returns when every rank's file is on disk."""
+def write(
+    directory: Path,
+    names: Sequence[str],
+    parameters: Sequence[torch.Tensor],
+    optimizer: AdamW,
+    ranks: Ranks,
+    *,
+    facts: Mapping[str, object] = NO_FACTS,
+) -> None:
+    """Write into `directory`, which exists; returns when every rank's file is on disk. `facts` are plain values that `read`
+    must be given alike."""
     tensors: dict[str, torch.Tensor] = {}
     for kind, parts in _kinds(optimizer):
         tensors |= {f"{kind}/{name}": part.contiguous() for name, part in zip(names, parts, strict=True)}
@@ -32,13 +42,21 @@ def write(directory: Path, names: Sequence[str], parameters: Sequence[torch.Tens
     save_file(tensors, path)
     fsync(path)
     if ranks.rank == 0:
-        description = _description(names, parameters, ranks) | {"optimizer_steps": optimizer.steps_taken}
+        description = _description(names, parameters, ranks) | dict(facts) | {"optimizer_steps": optimizer.steps_taken}
         (directory / _DESCRIPTION).write_text(json.dumps(description, indent=1))
         fsync(directory / _DESCRIPTION)
     ranks.barrier()
 
 
-def read(directory: Path, names: Sequence[str], parameters: Sequence[torch.Tensor], optimizer: AdamW, ranks: Ranks) -> None:
+def read(
+    directory: Path,
+    names: Sequence[str],
+    parameters: Sequence[torch.Tensor],
+    optimizer: AdamW,
+    ranks: Ranks,
+    *,
+    facts: Mapping[str, object] = NO_FACTS,
+) -> None:
     """Fill the optimizer's masters and moments in place. Raises CheckpointError, with nothing changed, when they do not fit."""
     path = directory / _DESCRIPTION
     try:
@@ -46,7 +64,7 @@ def read(directory: Path, names: Sequence[str], parameters: Sequence[torch.Tenso
         steps = int(found.pop("optimizer_steps"))
     except (OSError, ValueError, KeyError) as error:
         raise CheckpointError(f"{path}: cannot be read: {error}") from error
-    expected = _description(names, parameters, ranks)
+    expected = _description(names, parameters, ranks) | (dict(facts) if ranks.rank == 0 else {})
     for key, value in expected.items():
         if found.get(key) != value:
             raise CheckpointError(f"{path}: {_difference(key, found.get(key), value)}")

@@ -76,7 +76,9 @@ async def train(around: Surroundings) -> None:
     board.enter(TrainerState.STARTING, "loading the model")
     trusted = settings.model.trust_remote_code
     policy = await in_thread(
-        lambda: FsdpPolicy(prepared.model_dir, settings.trainer, dtype=prepared.dtype, trust_remote_code=trusted)
+        lambda: FsdpPolicy(
+            prepared.model_dir, settings.trainer, dtype=prepared.dtype, trust_remote_code=trusted, seed=settings.seed
+        )
     )
     randomness = Randomness()
     parts: Mapping[str, Part] = {"policy": policy, "random": randomness}
