@@ -18,10 +18,11 @@ from weight_sync.errors import (
     WeightLoadError,
     WeightSyncError,
 )
+from weight_sync.listeners import open_listener, open_receiver
 from weight_sync.manifest import Manifest, TensorSpec
 from weight_sync.server import Publication, StageFailure, StageReport, WeightServer
-from weight_sync.shared_memory import connect
 from weight_sync.stream import SendReport, receive_weights, send_weights
+from weight_sync.transport import StageRequest, Terms, TransportName
 
 __all__ = [
     "AddressTaken",
@@ -39,14 +40,18 @@ __all__ = [
     "SendReport",
     "StageFailure",
     "StageReport",
+    "StageRequest",
     "StreamEnd",
     "TensorSpec",
+    "Terms",
     "TransferTimeout",
+    "TransportName",
     "VersionUnavailable",
     "WeightLoadError",
     "WeightServer",
     "WeightSyncError",
-    "connect",
+    "open_listener",
+    "open_receiver",
     "receive_weights",
     "send_weights",
 ]

@@ -14,14 +14,16 @@ from pathlib import Path
 from weight_sync.errors import PeerFailed, PeerLost, ProtocolError, TransferTimeout, WeightSyncError
 from weight_sync.packets import MAX_PACKET_BYTES, Fail, Packet, decode, encode
 
-ADDRESS_SCHEME = "unix:"
+_MAX_PATH_BYTES = 107
 
 
-def socket_path(address: str) -> str:
-    """The path in `unix:PATH`; raises `ValueError` on any other address."""
-    path = address.removeprefix(ADDRESS_SCHEME)
-    if path == address or not Path(path).is_absolute() or len(path.encode()) > 107:
-        raise ValueError(f"got weight-sync address {address!r}, expected unix:/PATH with a path of at most 107 bytes")
+def socket_path(address: str, scheme: str) -> str:
+    """The path in `SCHEME:/PATH`; raises `ValueError` on any other address."""
+    path = address.removeprefix(f"{scheme}:")
+    if path == address or not Path(path).is_absolute() or len(path.encode()) > _MAX_PATH_BYTES:
+        raise ValueError(
+            f"got weight-sync address {address!r}, expected {scheme}:/PATH with a path of at most {_MAX_PATH_BYTES} bytes"
+        )
     return path
 
 
@@ -41,6 +43,14 @@ class Connection:
         wait_s = min(self.wait_s, self._deadline - time.monotonic())
         self.sock.settimeout(max(wait_s, 0.001))
         return wait_s
+
+    def connect(self, path: str) -> None:
+        """Raises PeerLost when nobody listens at `path`."""
+        self._arm()
+        try:
+            self.sock.connect(path)
+        except OSError as error:
+            raise PeerLost(f"{self.peer} does not answer: {error}") from error
 
     def send(self, packet: Packet, fd: int | None = None) -> None:
         wait_s = self._arm()

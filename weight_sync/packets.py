@@ -1,12 +1,20 @@
-"""The control packets of the shared-memory channel: one fixed struct each, one packet a message (SOCK_SEQPACKET).
+"""The control packets between processes of one host: one packet a message (SOCK_SEQPACKET).
 
 receiver                                server
-HELLO(version, engine, nonce, rank) ─►
-                                    ◄─  WELCOME(bucket_bytes) + file descriptor of the ring, or FAIL(reason)
+HELLO(request)                      ─►
+                                    ◄─  WELCOME(terms), or FAIL(reason)
+either a stream through a ring:
+                                    ◄─  RING(bucket_bytes) + its descriptor
                                     ◄─  BUCKET(kind, sequence, slot, sizes, hash of the header)
 FREE(slot)                          ─►
                                     ◄─  END(version, digest, totals)
 DONE(digest)                        ─►
+or a loan of the memory in which the weights lie:
+                                    ◄─  TABLE(sizes) + the descriptor of what describes it
+                                    ◄─  SEGMENT(index, bytes) + its descriptor, for each
+                                    ◄─  END(version, digest, totals)
+DONE(digest)                        ─►
+RETURNED, once it reads no more     ─►
 FAIL(reason), from either side at any time, ends the transfer.
 """
 
@@ -16,35 +24,52 @@ import struct
 from dataclasses import dataclass
 
 from weight_sync.errors import ProtocolError
+from weight_sync.handshake import decode_request, decode_terms, encode_request, encode_terms
+from weight_sync.transport import PROTOCOL_VERSION, StageRequest, Terms
 
-PROTOCOL_VERSION = 1
 MAX_PACKET_BYTES = 1024
 MAX_REASON_BYTES = 900
 _MAGIC = b"HW"
 _KIND = struct.Struct("<2sBB")
-_HELLO = struct.Struct("<qHH64s64s")
-_WELCOME = struct.Struct("<Q")
+_RING = struct.Struct("<Q")
 _BUCKET = struct.Struct("<BIIIIQ")
 _FREE = struct.Struct("<I")
 _END = struct.Struct("<q32sIQI")
 _DONE = struct.Struct("<32s")
+_TABLE = struct.Struct("<IQQ")
+_SEGMENT = struct.Struct("<IQ")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hello:
-    policy_version: int
-    engine: str
-    """At most 64 bytes."""
-    nonce: str
-    """Names this staging; at most 64 bytes."""
-    rank: int
-    """Worker of the engine, from 0."""
-    num_ranks: int
+    request: StageRequest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Welcome:
+    terms: Terms
+    """The server's."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RingPassed:
     bucket_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TablePassed:
+    """What is lent: so many segments, described in memory of its own."""
+
+    num_segments: int
+    table_bytes: int
+    manifest_bytes: int
+    """Of the table, from its begin."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SegmentPassed:
+    index: int
+    num_bytes: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,27 +103,31 @@ class Done:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Returned:
+    """Nobody reads what was lent any more, nor anybody to whom it was lent on."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Fail:
     reason: str
 
 
-Packet = Hello | Welcome | BucketSent | Free | End | Done | Fail
+Packet = Hello | Welcome | RingPassed | TablePassed | SegmentPassed | BucketSent | Free | End | Done | Returned | Fail
 
 
-def _text(value: str, limit: int) -> bytes:
+def _digest(value: str) -> bytes:
     encoded = value.encode()
-    if not 0 < len(encoded) <= limit or "\0" in value:
-        raise ProtocolError(f"got {value!r}, expected 1 to {limit} bytes without NUL")
+    if not 0 < len(encoded) <= 32 or "\0" in value:
+        raise ProtocolError(f"got digest {value!r}, expected 1 to 32 bytes without NUL")
     return encoded
 
 
 def encode(packet: Packet) -> bytes:
     match packet:
         case Hello():
-            engine, nonce = _text(packet.engine, 64), _text(packet.nonce, 64)
-            kind, body = 1, _HELLO.pack(packet.policy_version, packet.rank, packet.num_ranks, engine, nonce)
+            kind, body = 1, encode_request(packet.request)
         case Welcome():
-            kind, body = 2, _WELCOME.pack(packet.bucket_bytes)
+            kind, body = 2, encode_terms(packet.terms)
         case BucketSent():
             kind, body = (
                 3,
@@ -118,16 +147,24 @@ def encode(packet: Packet) -> bytes:
                 5,
                 _END.pack(
                     packet.policy_version,
-                    _text(packet.manifest_digest, 32),
+                    _digest(packet.manifest_digest),
                     packet.num_tensors,
                     packet.total_bytes,
                     packet.num_buckets,
                 ),
             )
         case Done():
-            kind, body = 6, _DONE.pack(_text(packet.manifest_digest, 32))
+            kind, body = 6, _DONE.pack(_digest(packet.manifest_digest))
         case Fail():
             kind, body = 7, packet.reason.encode()[:MAX_REASON_BYTES]
+        case RingPassed():
+            kind, body = 8, _RING.pack(packet.bucket_bytes)
+        case TablePassed():
+            kind, body = 9, _TABLE.pack(packet.num_segments, packet.table_bytes, packet.manifest_bytes)
+        case SegmentPassed():
+            kind, body = 10, _SEGMENT.pack(packet.index, packet.num_bytes)
+        case Returned():
+            kind, body = 11, b""
     return _KIND.pack(_MAGIC, PROTOCOL_VERSION, kind) + body
 
 
@@ -148,19 +185,9 @@ def decode(data: bytes) -> Packet:
 def _decode_body(kind: int, body: bytes) -> Packet:
     match kind:
         case 1:
-            policy_version, rank, num_ranks, engine, nonce = _HELLO.unpack(body)
-            hello = Hello(
-                policy_version=policy_version,
-                engine=engine.rstrip(b"\0").decode(),
-                nonce=nonce.rstrip(b"\0").decode(),
-                rank=rank,
-                num_ranks=num_ranks,
-            )
-            if not hello.engine or not hello.nonce or not 0 <= rank < num_ranks:
-                raise ProtocolError(f"got {hello}, expected an engine, a nonce and 0 <= rank < num_ranks")
-            return hello
+            return Hello(request=decode_request(body))
         case 2:
-            return Welcome(bucket_bytes=_WELCOME.unpack(body)[0])
+            return Welcome(terms=decode_terms(body))
         case 3:
             bucket_kind, sequence, slot, payload_bytes, header_bytes, header_checksum = _BUCKET.unpack(body)
             return BucketSent(
@@ -186,5 +213,15 @@ def _decode_body(kind: int, body: bytes) -> Packet:
             return Done(manifest_digest=_DONE.unpack(body)[0].decode())
         case 7:
             return Fail(reason=body.decode(errors="replace"))
+        case 8:
+            return RingPassed(bucket_bytes=_RING.unpack(body)[0])
+        case 9:
+            num_segments, table_bytes, manifest_bytes = _TABLE.unpack(body)
+            return TablePassed(num_segments=num_segments, table_bytes=table_bytes, manifest_bytes=manifest_bytes)
+        case 10:
+            index, num_bytes = _SEGMENT.unpack(body)
+            return SegmentPassed(index=index, num_bytes=num_bytes)
+        case 11:
+            return Returned()
         case _:
             raise ProtocolError(f"packet kind {kind} is unknown")

@@ -7,13 +7,11 @@ waits for engines that still receive v, up to `round_timeout_s`, and then cuts t
 
 from __future__ import annotations
 
-import os
-import socket
-import struct
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -23,21 +21,16 @@ import torch
 
 from configs.schema import WeightSyncSettings
 from weight_sync.arena import Arena
-from weight_sync.connection import ADDRESS_SCHEME, socket_path
-from weight_sync.errors import AddressTaken, TransferTimeout, VersionUnavailable, WeightSyncError
-from weight_sync.packets import Hello
-from weight_sync.shared_memory import Ring, SharedMemorySender
+from weight_sync.errors import ProtocolError, TransferTimeout, VersionUnavailable, WeightSyncError
+from weight_sync.listeners import open_listener
+from weight_sync.manifest import dtype_name
 from weight_sync.snapshot import Snapshot, take_snapshot
 from weight_sync.stream import send_weights
+from weight_sync.transport import Incoming, Listener, StageRequest, Terms, TransportName, disagreement
 
 log = structlog.get_logger()
 
-_MAX_STREAMS = 64
-_MAX_FREE_RINGS = 4
 _CUT_GRACE_S = 5.0
-_ACCEPT_PAUSE_S = 0.2
-"""After an accept that failed, such as for want of file descriptors."""
-_SOCKET_NAME = "weights"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,7 +73,7 @@ class _Held:
 
     snapshot: Snapshot
     arena: int
-    senders: set[SharedMemorySender] = field(default_factory=set)
+    transfers: set[Incoming] = field(default_factory=set)
 
 
 @dataclass(slots=True)
@@ -92,7 +85,7 @@ class _Ranks:
 
 
 class WeightServer:
-    """Serves published weights on a Unix socket. Use it as a context manager; `publish` from one thread.
+    """Serves published weights over one transport or several. Use it as a context manager; `publish` from one thread.
 
     `on_staged` and `on_failed` are called from the server's threads; they must hand over and return.
     """
@@ -105,64 +98,62 @@ class WeightServer:
         dtype: torch.dtype,
         on_staged: Callable[[StageReport], None],
         on_failed: Callable[[StageFailure], None],
+        transports: Sequence[TransportName] = (),
     ) -> None:
+        """`transports`: by default the one of the settings."""
         self._settings = settings
         self._dtype = dtype
         self._on_staged = on_staged
         self._on_failed = on_failed
-        self._path = Path(socket_path(f"{ADDRESS_SCHEME}{socket_dir.absolute() / _SOCKET_NAME}"))
+        names = tuple(transports) or (TransportName(settings.transport),)
+        self._terms = {
+            name: Terms(transport=name.value, bucket_bytes=settings.bucket_bytes, dtype=dtype_name(dtype)) for name in names
+        }
+        self._listeners: dict[TransportName, Listener] = {
+            name: open_listener(settings, socket_dir=socket_dir, terms=terms) for name, terms in self._terms.items()
+        }
+        self._started: list[Listener] = []
         self._arenas = (Arena(), Arena())
         self._held: list[_Held] = []
         """Oldest first."""
         self._changed = threading.Condition()
-        self._connections: dict[SharedMemorySender, threading.Thread] = {}
         self._ranks: dict[tuple[str, str, int], _Ranks] = {}
-        self._free_rings: list[Ring] = []
-        self._closing = threading.Event()
-        self._listener: socket.socket | None = None
-        self._acceptor: threading.Thread | None = None
         self._publishing = threading.Lock()
 
     @property
     def address(self) -> str:
-        """What engines are given to stage from: `unix:PATH`."""
-        return f"{ADDRESS_SCHEME}{self._path}"
+        """What receivers are given to stage from, by the first transport."""
+        return self.address_of(next(iter(self._listeners)))
+
+    def address_of(self, transport: TransportName) -> str:
+        return self._listeners[transport].address
 
     # ── life ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def __enter__(self) -> Self:
-        self._listener = _listen(self._path)
-        self._acceptor = threading.Thread(target=self._accept, args=(self._listener,), name="weights-accept", daemon=True)
-        self._acceptor.start()
-        log.info("weight server listens", address=self.address)
+        """Raises AddressTaken."""
+        try:
+            for name, listener in self._listeners.items():
+                listener.start(partial(self._take, self._terms[name]))
+                self._started.append(listener)
+        except BaseException:
+            self.close()
+            raise
+        log.info("weight server listens", addresses=[listener.address for listener in self._started])
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
 
     def close(self) -> None:
-        """Stop serving: cut the transfers under way, end the threads, remove the socket. Safe to call twice."""
-        listener, self._listener = self._listener, None
-        if listener is None:
-            return
+        """Stop serving: cut the transfers under way, end the threads, remove the sockets. Safe to call twice."""
+        started, self._started = self._started, []
+        for listener in started:
+            listener.close()
         with self._changed:
-            self._closing.set()
-            open_now = dict(self._connections)
-        listener.shutdown(socket.SHUT_RDWR)  # wakes the accepting thread
-        for sender in open_now:
-            sender.connection.cut("the weight server closes")
-        deadline = time.monotonic() + _CUT_GRACE_S
-        for thread in (self._acceptor, *open_now.values()):
-            if thread is not None:
-                thread.join(max(0.0, deadline - time.monotonic()))
-        listener.close()
-        self._path.unlink(missing_ok=True)
-        with self._changed:
-            for ring in self._free_rings:
-                ring.close()
-            self._free_rings.clear()
             self._held.clear()
-        log.info("weight server closed", address=self.address)
+        if started:
+            log.info("weight server closed", addresses=[listener.address for listener in started])
 
     # ── publishing ───────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -211,163 +202,93 @@ class WeightServer:
                 return 1 - self._held[0].arena
             victim = self._held.pop(0)
             self._ranks = {key: ranks for key, ranks in self._ranks.items() if key[2] != victim.snapshot.policy_version}
-            if not self._changed.wait_for(lambda: not victim.senders, self._settings.round_timeout_s):
+            if not self._changed.wait_for(lambda: not victim.transfers, self._settings.round_timeout_s):
                 reason = f"version {policy_version} needs the memory of version {victim.snapshot.policy_version}"
-                for sender in victim.senders:
-                    log.warning("engine cut off", peer=sender.connection.peer, reason=reason)
-                    sender.connection.cut(reason)
-                if not self._changed.wait_for(lambda: not victim.senders, _CUT_GRACE_S):
-                    names = ", ".join(sender.connection.peer for sender in victim.senders)
+                for transfer in victim.transfers:
+                    log.warning("receiver cut off", peer=transfer.peer, reason=reason)
+                    transfer.cut(reason)
+                if not self._changed.wait_for(lambda: not victim.transfers, _CUT_GRACE_S):
+                    names = ", ".join(transfer.peer for transfer in victim.transfers)
                     self._held.insert(0, victim)
                     raise TransferTimeout(f"{names} still receives version {victim.snapshot.policy_version}")
             return victim.arena
 
     # ── serving ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    def _accept(self, listener: socket.socket) -> None:
-        while True:
-            try:
-                sock, _ = listener.accept()
-            except OSError as error:
-                if self._closing.is_set():
-                    return
-                log.warning("connection not accepted", error=str(error))
-                self._closing.wait(_ACCEPT_PAUSE_S)
-                continue
-            self._begin(sock)
-
-    def _begin(self, sock: socket.socket) -> None:
-        pid, uid, _ = struct.unpack("3i", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))
-        sender = SharedMemorySender(
-            sock,
-            peer=f"process {pid}",
-            deadline=time.monotonic() + self._settings.round_timeout_s,
-            handshake_timeout_s=self._settings.connect_timeout_s,
-            bucket_timeout_s=self._settings.bucket_timeout_s,
-        )
-        with self._changed:
-            refusal = None
-            if uid not in (os.getuid(), 0):
-                refusal = f"user {uid} may not read weights of user {os.getuid()}"
-            elif len(self._connections) >= _MAX_STREAMS:
-                refusal = f"{_MAX_STREAMS} transfers are under way"
-            elif not self._closing.is_set():
-                thread = threading.Thread(target=self._serve, args=(sender, pid), name=f"weights-{pid}", daemon=True)
-                self._connections[sender] = thread
-                thread.start()
-                return
-        log.warning("weight transfer refused", pid=pid, reason=refusal or "the weight server closes")
-        sender.connection.give_up(refusal or "the weight server closes")
-        sock.close()
-
-    def _serve(self, sender: SharedMemorySender, pid: int) -> None:
-        """One connection, from its first packet to its last."""
-        try:
-            with sender.connection.sock:
-                try:
-                    hello = sender.receive_hello()
-                except WeightSyncError as error:
-                    log.warning("connection is no engine's", pid=pid, error=str(error))
-                    sender.connection.give_up(str(error))
-                    return
-                self._stage(sender, hello)
-        finally:
-            with self._changed:
-                del self._connections[sender]
-                self._changed.notify_all()
-
-    def _stage(self, sender: SharedMemorySender, hello: Hello) -> None:
+    def _take(self, terms: Terms, incoming: Incoming) -> None:
+        """One transfer, in a thread of the listener."""
         started = time.monotonic()
+        requests = incoming.requests
         try:
-            digest = self._send(sender, hello)
+            digest = self._send(terms, incoming)
         except (WeightSyncError, OSError) as error:
-            log.debug("staging failed", engine=hello.engine, policy_version=hello.policy_version, error=str(error))
-            sender.connection.give_up(str(error))
-            with self._changed:
-                self._ranks.pop((hello.engine, hello.nonce, hello.policy_version), None)
-            self._on_failed(
-                StageFailure(engine=hello.engine, nonce=hello.nonce, policy_version=hello.policy_version, reason=str(error))
-            )
+            incoming.refuse(str(error))
+            for request in requests:
+                self._note_failed(request, str(error))
             return
-        seconds = self._staged_by_all(hello, time.monotonic() - started)
-        if seconds is None:
-            return
-        log.debug("weights staged", engine=hello.engine, policy_version=hello.policy_version, seconds=round(seconds, 3))
-        self._on_staged(
-            StageReport(
-                engine=hello.engine,
-                nonce=hello.nonce,
-                policy_version=hello.policy_version,
-                digest=digest,
-                seconds=seconds,
-            )
-        )
+        finally:
+            incoming.close()
+        for request in requests:
+            self._note_staged(request, digest, time.monotonic() - started)
 
-    def _send(self, sender: SharedMemorySender, hello: Hello) -> str:
-        with self._changed:
-            held = next((h for h in reversed(self._held) if h.snapshot.policy_version == hello.policy_version), None)
-            if held is None:
-                versions = [h.snapshot.policy_version for h in self._held]
-                raise VersionUnavailable(f"version {hello.policy_version} is not served; available: {versions}")
-            held.senders.add(sender)
-            ring = self._free_rings.pop() if self._free_rings else None
+    def _send(self, terms: Terms, incoming: Incoming) -> str:
+        for request in incoming.requests:
+            differ = disagreement(terms, request.terms)
+            if differ is not None:
+                raise ProtocolError(f"the weight server was configured otherwise: {differ}")
+        version = incoming.requests[0].policy_version
+        held = self._begin_transfer(version, incoming)
         try:
-            ring = ring or Ring(self._settings.bucket_bytes)
-            sender.welcome(ring)
-            snapshot = held.snapshot
-            report = send_weights(sender, snapshot, policy_version=hello.policy_version, manifest=snapshot.manifest)
+            channel = incoming.open()
+            report = send_weights(channel, held.snapshot, policy_version=version, manifest=held.snapshot.manifest)
             return report.manifest_digest
         finally:
             with self._changed:
-                held.senders.discard(sender)
+                held.transfers.discard(incoming)
                 self._changed.notify_all()
-                if ring is not None and len(self._free_rings) < _MAX_FREE_RINGS and not self._closing.is_set():
-                    self._free_rings.append(ring)
-                elif ring is not None:
-                    ring.close()
 
-    def _staged_by_all(self, hello: Hello, seconds: float) -> float | None:
-        """The engine's seconds once all its workers have staged; None before."""
-        key = (hello.engine, hello.nonce, hello.policy_version)
+    def _begin_transfer(self, version: int, incoming: Incoming) -> _Held:
+        with self._changed:
+            held = next((held for held in reversed(self._held) if held.snapshot.policy_version == version), None)
+            if held is None:
+                versions = [held.snapshot.policy_version for held in self._held]
+                raise VersionUnavailable(f"version {version} is not served; available: {versions}")
+            held.transfers.add(incoming)
+            return held
+
+    def _note_failed(self, request: StageRequest, reason: str) -> None:
+        log.debug("staging failed", receiver=request.receiver, policy_version=request.policy_version, error=reason)
+        with self._changed:
+            self._ranks.pop((request.receiver, request.nonce, request.policy_version), None)
+        self._on_failed(
+            StageFailure(engine=request.receiver, nonce=request.nonce, policy_version=request.policy_version, reason=reason)
+        )
+
+    def _note_staged(self, request: StageRequest, digest: str, seconds: float) -> None:
+        slowest_s = self._staged_by_all(request, seconds)
+        if slowest_s is None:
+            return
+        log.debug(
+            "weights staged", receiver=request.receiver, policy_version=request.policy_version, seconds=round(slowest_s, 3)
+        )
+        self._on_staged(
+            StageReport(
+                engine=request.receiver,
+                nonce=request.nonce,
+                policy_version=request.policy_version,
+                digest=digest,
+                seconds=slowest_s,
+            )
+        )
+
+    def _staged_by_all(self, request: StageRequest, seconds: float) -> float | None:
+        """The receiver's seconds once all its workers have staged; None before."""
+        key = (request.receiver, request.nonce, request.policy_version)
         with self._changed:
             ranks = self._ranks.setdefault(key, _Ranks())
-            ranks.done.add(hello.rank)
+            ranks.done.add(request.rank)
             ranks.seconds = max(ranks.seconds, seconds)
-            if len(ranks.done) < hello.num_ranks:
+            if len(ranks.done) < request.num_ranks:
                 return None
             del self._ranks[key]
             return ranks.seconds
-
-
-def _listen(path: Path) -> socket.socket:
-    """A listening socket at `path`; takes the place of one that a dead process left behind.
-
-    Raises:
-        AddressTaken: a live process answers there.
-    """
-    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    try:
-        try:
-            listener.bind(str(path))
-        except OSError as error:
-            if _answers(path):
-                raise AddressTaken(f"another weight server answers on {ADDRESS_SCHEME}{path}") from error
-            path.unlink(missing_ok=True)
-            listener.bind(str(path))
-        path.chmod(0o600)
-        listener.listen(_MAX_STREAMS)
-    except BaseException:
-        listener.close()
-        raise
-    return listener
-
-
-def _answers(path: Path) -> bool:
-    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as probe:
-        probe.settimeout(1.0)
-        try:
-            probe.connect(str(path))
-        except OSError:
-            return False
-    return True

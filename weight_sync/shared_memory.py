@@ -10,9 +10,9 @@ from __future__ import annotations
 import fcntl
 import mmap
 import os
-import socket
-import time
+import threading
 from collections.abc import Callable
+from pathlib import Path
 from types import TracebackType
 from typing import Self
 
@@ -21,21 +21,19 @@ import torch
 import xxhash
 from numpy.typing import NDArray
 
+from configs.schema import WeightSyncSettings
 from weight_sync.buckets import ALIGNMENT
 from weight_sync.channel import Bucket, BucketKind, StreamEnd
-from weight_sync.connection import Connection, socket_path
+from weight_sync.connection import Connection
 from weight_sync.errors import IntegrityError, PeerFailed, PeerLost, ProtocolError
-from weight_sync.packets import (
-    BucketSent,
-    Done,
-    End,
-    Free,
-    Hello,
-    Welcome,
-)
+from weight_sync.packets import BucketSent, Done, End, Free, RingPassed
+from weight_sync.transport import Cut, StageRequest, Terms
+from weight_sync.unix_listener import UnixListener, open_connection
 
 NUM_SLOTS = 2
 MAX_BUCKET_BYTES = 1 << 30
+_MAX_FREE_RINGS = 4
+_SOCKET_NAME = "weights"
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 _F_SEAL_FUTURE_WRITE = 0x10
 
@@ -62,38 +60,63 @@ class Ring:
         os.close(self.fd)
 
 
-class SharedMemorySender:
-    """The server's end of one transfer; a `SendChannel`."""
+class Rings:
+    """Rings that were used, for the next transfers."""
 
-    def __init__(
-        self, sock: socket.socket, *, peer: str, deadline: float, handshake_timeout_s: float, bucket_timeout_s: float
-    ) -> None:
-        self.connection = Connection(sock, peer=peer, deadline=deadline, wait_s=handshake_timeout_s)
-        self._bucket_timeout_s = bucket_timeout_s
+    def __init__(self, bucket_bytes: int) -> None:
+        self._bucket_bytes = bucket_bytes
+        self._lock = threading.Lock()
+        self._closed = False
+        self.free: list[Ring] = []
+
+    def take(self) -> Ring:
+        with self._lock:
+            if self.free:
+                return self.free.pop()
+        return Ring(self._bucket_bytes)
+
+    def give_back(self, ring: Ring) -> None:
+        with self._lock:
+            if not self._closed and len(self.free) < _MAX_FREE_RINGS:
+                self.free.append(ring)
+                return
+        ring.close()
+
+    def close(self) -> None:
+        with self._lock:
+            self._closed = True
+            rings, self.free = self.free, []
+        for ring in rings:
+            ring.close()
+
+
+class SharedMemorySender:
+    """The server's end of one transfer that was welcomed; a `SendChannel`."""
+
+    def __init__(self, connection: Connection, rings: Rings, bucket_bytes: int) -> None:
+        self.connection = connection
+        self._rings = rings
+        self._bucket_bytes = bucket_bytes // ALIGNMENT * ALIGNMENT
         self._ring: Ring | None = None
         self._out: list[int] = []
         self._slot: int | None = None
         self._num_sent = 0
 
-    def receive_hello(self) -> Hello:
-        packet = self.connection.receive()
-        if not isinstance(packet, Hello):
-            raise ProtocolError(f"{self.connection.peer} sent {type(packet).__name__}, expected Hello")
-        self.connection.peer = f"engine {packet.engine!r} (staging {packet.nonce})"
-        self.connection.wait_s = self._bucket_timeout_s
-        return packet
-
-    def welcome(self, ring: Ring) -> None:
-        self._ring = ring
-        self.connection.send(Welcome(bucket_bytes=ring.bucket_bytes), fd=ring.fd)
-
     @property
     def bucket_bytes(self) -> int:
-        return self._opened().bucket_bytes
+        return self._bucket_bytes
 
     def _opened(self) -> Ring:
-        assert self._ring is not None, "the transfer has not been opened: call welcome() first"
+        """The ring, passed to the receiver when the first bucket is wanted."""
+        if self._ring is None:
+            self._ring = self._rings.take()
+            self.connection.send(RingPassed(bucket_bytes=self._bucket_bytes), fd=self._ring.fd)
         return self._ring
+
+    def close(self) -> None:
+        ring, self._ring = self._ring, None
+        if ring is not None:
+            self._rings.give_back(ring)
 
     def next_bucket(self) -> torch.Tensor:
         ring = self._opened()
@@ -149,9 +172,9 @@ class SharedMemoryReceiver:
     Left with an exception, it tells the server what went wrong before it closes.
     """
 
-    def __init__(self, connection: Connection, memory: NDArray[np.uint8], bucket_bytes: int, policy_version: int) -> None:
+    def __init__(self, connection: Connection, policy_version: int, bucket_bytes: int) -> None:
         self.connection = connection
-        self._memory = memory
+        self._memory: NDArray[np.uint8] | None = None
         self._bucket_bytes = bucket_bytes
         self._policy_version = policy_version
         self._slot: int | None = None
@@ -162,7 +185,12 @@ class SharedMemoryReceiver:
         return self._policy_version
 
     def receive(self) -> Bucket | StreamEnd:
-        packet = self.connection.receive()
+        packet, fd = self.connection.receive_with_fd()
+        if isinstance(packet, RingPassed) and self._memory is None:
+            self._map_ring(packet, fd)
+            packet, fd = self.connection.receive_with_fd()
+        if fd is not None:
+            os.close(fd)  # nobody asked for it
         match packet:
             case BucketSent():
                 return self._open_bucket(packet)
@@ -177,7 +205,22 @@ class SharedMemoryReceiver:
             case _:
                 raise ProtocolError(f"{self.connection.peer} sent {type(packet).__name__}, expected a bucket or the end")
 
+    def _map_ring(self, packet: RingPassed, fd: int | None) -> None:
+        num_bytes = NUM_SLOTS * packet.bucket_bytes
+        if fd is None:
+            raise ProtocolError(f"{self.connection.peer} sent {packet} without a descriptor")
+        try:
+            if not 0 < packet.bucket_bytes <= MAX_BUCKET_BYTES or os.fstat(fd).st_size != num_bytes:
+                raise ProtocolError(f"{self.connection.peer} passed a ring of {os.fstat(fd).st_size} bytes with {packet}")
+            memory = mmap.mmap(fd, num_bytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE, prot=mmap.PROT_READ)
+        finally:
+            os.close(fd)
+        self._memory = np.frombuffer(memory, dtype=np.uint8)
+        self._bucket_bytes = packet.bucket_bytes
+
     def _open_bucket(self, packet: BucketSent) -> Bucket:
+        if self._memory is None:
+            raise ProtocolError(f"{self.connection.peer} sent a bucket before the ring")
         self.connection.place = f"at bucket {packet.sequence}"
         if packet.slot != self._next_slot or packet.payload_bytes + packet.header_bytes > self._bucket_bytes:
             raise ProtocolError(f"got {packet}, expected slot {self._next_slot} and at most {self._bucket_bytes} bytes")
@@ -209,55 +252,23 @@ class SharedMemoryReceiver:
         if error is not None and not isinstance(error, PeerLost | PeerFailed):
             self.connection.give_up(f"{type(error).__name__}: {error}")
         self.connection.sock.close()
-        self._memory = self._memory[:0].copy()  # a reference to the channel, as in a traceback, must not keep the ring
+        self._memory = None  # a reference to the channel, as in a traceback, must not keep the ring
 
 
-def connect(
-    address: str,
-    *,
-    policy_version: int,
-    engine: str,
-    nonce: str,
-    timeout_s: float,
-    rank: int = 0,
-    num_ranks: int = 1,
-    on_socket: Callable[[Callable[[str], None]], None] | None = None,
+def open_listener(socket_dir: Path, settings: WeightSyncSettings, terms: Terms) -> UnixListener:
+    rings = Rings(settings.bucket_bytes)
+    return UnixListener(
+        socket_dir.absolute() / _SOCKET_NAME,
+        settings,
+        terms=terms,
+        make_channel=lambda connection: SharedMemorySender(connection, rings, settings.bucket_bytes),
+        on_close=rings.close,
+    )
+
+
+def open_receiver(
+    address: str, request: StageRequest, *, timeout_s: float, on_open: Callable[[Cut], None] | None = None
 ) -> SharedMemoryReceiver:
-    """Open the transfer of `policy_version`; the whole of it must end within `timeout_s`.
-
-    Args:
-        on_socket: called with a function `cut(reason)` that ends the transfer from any thread.
-
-    Raises:
-        PeerLost: nobody serves on `address`, or it went away.
-        PeerFailed: the server refused; the message says why.
-    """
-    path = socket_path(address)
-    sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    peer = f"the weight server at {address}"
-    connection = Connection(sock, peer=peer, deadline=time.monotonic() + timeout_s, wait_s=timeout_s)
-    fd: int | None = None
-    try:
-        if on_socket is not None:
-            on_socket(connection.cut)
-        sock.settimeout(timeout_s)
-        try:
-            sock.connect(path)
-        except OSError as error:
-            raise PeerLost(f"{peer} does not answer: {error}") from error
-        hello = Hello(policy_version=policy_version, engine=engine, nonce=nonce, rank=rank, num_ranks=num_ranks)
-        connection.send(hello)
-        packet, fd = connection.receive_with_fd()
-        if not isinstance(packet, Welcome) or fd is None or not 0 < packet.bucket_bytes <= MAX_BUCKET_BYTES:
-            raise ProtocolError(f"{peer} sent {packet} {'with' if fd else 'without'} a ring, expected Welcome with one")
-        num_bytes = NUM_SLOTS * packet.bucket_bytes
-        if os.fstat(fd).st_size != num_bytes:
-            raise ProtocolError(f"{peer} passed a ring of {os.fstat(fd).st_size} bytes, expected {num_bytes}")
-        memory = mmap.mmap(fd, num_bytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE, prot=mmap.PROT_READ)
-    except BaseException:
-        sock.close()
-        raise
-    finally:
-        if fd is not None:
-            os.close(fd)
-    return SharedMemoryReceiver(connection, np.frombuffer(memory, dtype=np.uint8), packet.bucket_bytes, policy_version)
+    """See `transport.OpenReceiver`."""
+    connection, terms = open_connection(address, request, timeout_s=timeout_s, on_open=on_open)
+    return SharedMemoryReceiver(connection, request.policy_version, terms.bucket_bytes)

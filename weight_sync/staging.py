@@ -17,11 +17,11 @@ import structlog
 import torch
 
 from weight_sync.arena import Arena
-from weight_sync.connection import socket_path
 from weight_sync.errors import NotStaged, WeightSyncError
+from weight_sync.listeners import open_receiver, transport_of
 from weight_sync.manifest import Manifest
-from weight_sync.shared_memory import connect
 from weight_sync.stream import receive_weights
+from weight_sync.transport import StageRequest, Terms
 
 log = structlog.get_logger()
 
@@ -59,6 +59,7 @@ class _Attempt:
     engine: str
     nonce: str
     timeout_s: float
+    cohort: int = 1
     thread: threading.Thread | None = None
     cut: Callable[[str], None] | None = None
     cut_reason: str | None = None
@@ -71,12 +72,16 @@ class StagingArea:
 
     Args:
         check_manifest: refuses, by raising, weights that the engine's model could not take; called before any weight moves.
+        dtype: in which floating weights have to come, such as `bfloat16`; empty: in any.
     """
 
-    def __init__(self, *, check_manifest: Callable[[Manifest], None], rank: int = 0, num_ranks: int = 1) -> None:
+    def __init__(
+        self, *, check_manifest: Callable[[Manifest], None], rank: int = 0, num_ranks: int = 1, dtype: str = ""
+    ) -> None:
         self._check_manifest = check_manifest
         self._rank = rank
         self._num_ranks = num_ranks
+        self._dtype = dtype
         self._arenas = (Arena(), Arena())
         self._lock = threading.Lock()
         self._attempt: _Attempt | None = None
@@ -101,7 +106,7 @@ class StagingArea:
                 "error": self._error,
             }
 
-    def stage(self, address: str, policy_version: int, *, engine: str, nonce: str, timeout_s: float) -> None:
+    def stage(self, address: str, policy_version: int, *, engine: str, nonce: str, timeout_s: float, cohort: int = 1) -> None:
         """Begin to pull `policy_version` from `address` in a thread and return; the server learns how it ended.
 
         A staging under way is ended first. Weights that were staged but not committed are forgotten.
@@ -109,10 +114,10 @@ class StagingArea:
         Raises:
             ValueError: `address` is none, or `timeout_s` is not positive.
         """
-        socket_path(address)
+        transport_of(address)
         if not timeout_s > 0:
             raise ValueError(f"got timeout_s={timeout_s}, expected more than 0")
-        attempt = _Attempt(address, policy_version, engine, nonce, timeout_s)
+        attempt = _Attempt(address, policy_version, engine, nonce, timeout_s, cohort)
         with self._lock:
             before, self._attempt = self._attempt, attempt
             self._staged = None
@@ -165,7 +170,7 @@ class StagingArea:
             before.thread.join()
         try:
             staged = self._receive(attempt)
-        except (WeightSyncError, OSError) as error:
+        except (WeightSyncError, OSError, ValueError) as error:
             self._end(attempt, None, f"{type(error).__name__}: {error}")
             log.warning("staging failed", policy_version=attempt.policy_version, nonce=attempt.nonce, error=str(error))
         except BaseException as error:
@@ -195,15 +200,17 @@ class StagingArea:
             self._check_manifest(manifest)
             arena.reserve(manifest.total_bytes + 64 * manifest.num_tensors)
 
-        channel = connect(
-            attempt.address,
+        request = StageRequest(
             policy_version=attempt.policy_version,
-            engine=attempt.engine,
+            receiver=attempt.engine,
             nonce=attempt.nonce,
-            timeout_s=attempt.timeout_s,
+            terms=Terms(transport=transport_of(attempt.address).value, dtype=self._dtype),
             rank=self._rank,
             num_ranks=self._num_ranks,
-            on_socket=lambda cut: self._connected(attempt, cut),
+            cohort=attempt.cohort,
+        )
+        channel = open_receiver(
+            attempt.address, request, timeout_s=attempt.timeout_s, on_open=lambda cut: self._connected(attempt, cut)
         )
         with channel:
             tensors = dict(receive_weights(channel, allocate=arena.take, check_manifest=check))

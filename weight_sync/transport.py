@@ -14,12 +14,13 @@ from types import TracebackType
 from typing import Protocol, Self
 
 from weight_sync.channel import ReceiveChannel, SendChannel
+from weight_sync.errors import ProtocolError
 
 PROTOCOL_VERSION = 2
 
 
 class TransportName(StrEnum):
-    """The scheme of an address is its value: `shared_memory:/PATH`, `tcp://HOST:PORT`, `collective://HOST:PORT`, `file:/DIR`."""
+    """The value is an address's scheme: `shared_memory:/PATH`, `tcp://HOST:PORT`, `collective://HOST:PORT`, `file:/PATH`."""
 
     SHARED_MEMORY = "shared_memory"
     TCP = "tcp"
@@ -47,6 +48,13 @@ def disagreement(mine: Terms, theirs: Terms) -> str | None:
         if here and there and here != there:
             return f"{name}: {here} here, {there} at the other side"
     return None
+
+
+def check_terms(mine: Terms, theirs: Terms, peer: str) -> None:
+    """Raises ProtocolError, with both values, when the two sides cannot work together."""
+    differ = disagreement(mine, theirs)
+    if differ is not None:
+        raise ProtocolError(f"{peer} was configured otherwise: {differ}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -46,7 +46,7 @@ from weight_sync.allocator import keep_freed_memory
 from weight_sync.checkpoint import check_against_checkpoint, checkpoint_shapes
 from weight_sync.effective import compare_effective
 from weight_sync.errors import ManifestMismatch, WeightLoadError
-from weight_sync.manifest import Manifest
+from weight_sync.manifest import Manifest, dtype_name
 from weight_sync.staging import StagingArea
 
 if TYPE_CHECKING:
@@ -89,7 +89,12 @@ class HeadraceWeightEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # type:
         if device.type == "cpu":
             keep_freed_memory()
         parallel = vllm_config.parallel_config
-        self.staging = StagingArea(check_manifest=self._check_manifest, rank=parallel.rank, num_ranks=parallel.world_size)
+        self.staging = StagingArea(
+            check_manifest=self._check_manifest,
+            rank=parallel.rank,
+            num_ranks=parallel.world_size,
+            dtype=dtype_name(self.model_config.dtype),
+        )
         self._expected = checkpoint_shapes(Path(self.model_config.model))
         self._update_done = False
 

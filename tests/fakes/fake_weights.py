@@ -26,7 +26,7 @@ class FakeRounds:
         return WeightRound(
             policy_version=version,
             incarnation=self.incarnation,
-            address="unix:/nowhere",
+            address="shared_memory:/nowhere",
             manifest_digest=f"digest-{version}",
             num_tensors=1,
             total_bytes=4,

@@ -15,7 +15,9 @@ import structlog
 import torch
 
 from configs.schema import WeightSyncSettings
-from weight_sync import WeightServer, connect, receive_weights
+from weight_sync import StageRequest, Terms, WeightServer, open_receiver, receive_weights
+from weight_sync.listeners import transport_of
+from weight_sync.transport import Receiving
 
 
 def weights(seed: int, *, num_tensors: int = 8, elements: int = 1 << 16) -> dict[str, torch.Tensor]:
@@ -24,14 +26,35 @@ def weights(seed: int, *, num_tensors: int = 8, elements: int = 1 << 16) -> dict
     return {f"layer.{index}.weight": torch.randn(elements, generator=generator) for index in range(num_tensors)}
 
 
+def open_transfer(
+    address: str,
+    version: int,
+    *,
+    receiver: str = "e",
+    nonce: str = "n",
+    timeout_s: float = 60.0,
+    rank: int = 0,
+    num_ranks: int = 1,
+) -> Receiving:
+    """A receiver's end without terms of its own."""
+    request = StageRequest(
+        policy_version=version,
+        receiver=receiver,
+        nonce=nonce,
+        terms=Terms(transport=transport_of(address).value),
+        rank=rank,
+        num_ranks=num_ranks,
+    )
+    return open_receiver(address, request, timeout_s=60.0)
+
+
 def say(line: str) -> None:
     sys.stdout.write(line + "\n")
     sys.stdout.flush()
 
 
 def run_engine(address: str, version: int, how: str) -> None:
-    channel = connect(address, policy_version=version, engine="engine-0", nonce=f"pid-{os.getpid()}", timeout_s=60)
-    with channel:
+    with open_transfer(address, version, receiver="engine-0", nonce=f"pid-{os.getpid()}") as channel:
         for index, (name, _) in enumerate(receive_weights(channel)):
             if index == 2 and how == "stall":
                 say("stalled")

@@ -16,17 +16,40 @@ from weight_sync.packets import (
     Free,
     Hello,
     Packet,
+    Returned,
+    RingPassed,
+    SegmentPassed,
+    TablePassed,
     Welcome,
     decode,
     encode,
 )
+from weight_sync.transport import PROTOCOL_VERSION, StageRequest, Terms
 
 u32 = st.integers(0, 2**32 - 1)
 digests = st.text("0123456789abcdef", min_size=32, max_size=32)
 labels = st.text(st.characters(codec="ascii", exclude_characters="\0"), min_size=1, max_size=64)
+words = st.text("abcdefgh0123_", max_size=16)
+terms = st.builds(Terms, transport=words, protocol=st.just(PROTOCOL_VERSION), bucket_bytes=u32, dtype=words, backend=words)
+requests = st.builds(
+    StageRequest,
+    policy_version=st.integers(-1, 2**62),
+    receiver=labels,
+    nonce=labels,
+    terms=terms,
+    rank=st.integers(0, 7),
+    num_ranks=st.integers(8, 64),
+    cohort=st.integers(1, 64),
+    base_version=st.none() | st.integers(-1, 2**62),
+    base_digest=st.just("") | digests,
+)
 packets: st.SearchStrategy[Packet] = st.one_of(
-    st.builds(Hello, policy_version=st.integers(-1, 2**62), engine=labels, nonce=labels, rank=st.just(0), num_ranks=st.just(1)),
-    st.builds(Welcome, bucket_bytes=u32),
+    st.builds(Hello, request=requests),
+    st.builds(Welcome, terms=terms),
+    st.builds(RingPassed, bucket_bytes=u32),
+    st.builds(TablePassed, num_segments=u32, table_bytes=u32, manifest_bytes=u32),
+    st.builds(SegmentPassed, index=u32, num_bytes=u32),
+    st.builds(Returned),
     st.builds(
         BucketSent, kind=st.integers(0, 255), sequence=u32, slot=u32, payload_bytes=u32, header_bytes=u32, header_checksum=u32
     ),
@@ -60,7 +83,7 @@ def test_another_protocol_version_is_refused_naming_both() -> None:
     """B156."""
     data = bytearray(encode(Free(slot=1)))
     data[2] = 9
-    with pytest.raises(ProtocolError, match="version 9, this side 1"):
+    with pytest.raises(ProtocolError, match="version 9, this side 2"):
         decode(bytes(data))
 
 
@@ -73,4 +96,6 @@ def test_a_long_reason_is_cut_not_refused() -> None:
 @pytest.mark.parametrize("engine", ["", "e" * 65, "a\0b"])
 def test_an_engine_name_that_does_not_fit_is_refused(engine: str) -> None:
     with pytest.raises(ProtocolError):
-        encode(Hello(policy_version=1, engine=engine, nonce="n", rank=0, num_ranks=1))
+        encode(
+            Hello(request=StageRequest(policy_version=1, receiver=engine, nonce="n", terms=Terms(transport="shared_memory")))
+        )

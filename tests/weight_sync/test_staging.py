@@ -221,7 +221,9 @@ def test_closing_ends_a_staging_under_way(tmp_path: Path) -> None:
         assert outcomes.staged.empty()
 
 
-@pytest.mark.parametrize(("address", "timeout_s"), [("http://x", 1.0), ("unix:/tmp/x", 0.0), ("unix:/tmp/x", float("nan"))])
+@pytest.mark.parametrize(
+    ("address", "timeout_s"), [("http://x", 1.0), ("shared_memory:/tmp/x", 0.0), ("shared_memory:/tmp/x", float("nan"))]
+)
 def test_a_staging_that_makes_no_sense_is_refused_at_once(address: str, timeout_s: float) -> None:
     area = StagingArea(check_manifest=accept)
     with pytest.raises(ValueError, match="got"):
