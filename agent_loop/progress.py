@@ -40,7 +40,15 @@ class Noted:
     """JSON."""
 
 
-Piece = Shown | Sampled | Noted
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rewound:
+    """A new segment began with a part of the context before (`Session.rewind`)."""
+
+    num_tokens: int
+    """That were kept."""
+
+
+Piece = Shown | Sampled | Noted | Rewound
 
 
 class Recorder(Protocol):

@@ -1,25 +1,30 @@
-"""A session: one rollout's token sequence, append-only, with what the engine said about each sampled token.
+"""A session: one rollout's token sequences, append-only, with what the engine said about each sampled token.
 
-Invariant: the recorded sequence is exactly what the engine was shown and what it sampled, in order. Observations carry mask
+Invariant: each recorded sequence is exactly what the engine was shown and what it sampled, in order. Observations carry mask
 0, logprob 0.0 and no version; sampled tokens carry mask 1, their logprob and their version. Nothing is ever decoded and
-encoded again. A session that is taken up from its recorded pieces ends up as if it had never been interrupted.
+encoded again. A history that is to be another one begins a new segment (`rewind`, `fork`). A session that is taken up from
+its recorded pieces ends up as if it had never been interrupted.
 """
 
 from __future__ import annotations
 
+import math
 from collections import deque
-from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any, Literal, Protocol
 
 import numpy as np
 import numpy.typing as npt
 import orjson
 
-from agent_loop.engine import NO_VERSION, Engine, Generation, SamplingParams
+from agent_loop.engine import Engine, Generation, SamplingParams
 from agent_loop.errors import AgentLoopError, Diverged, EngineUnavailable, LoopError, NoRoom
-from agent_loop.progress import Noted, Piece, Recorder, Sampled, Shown, Unrecorded
+from agent_loop.progress import Noted, Piece, Recorder, Rewound, Sampled, Shown, Unrecorded
 from agent_loop.slices import Slices
+from agent_loop.trajectory import Segment, Trajectory, assemble
+
+__all__ = ["Session", "TextCodec", "Trajectory", "join", "session_of"]
 
 _MAX_FRUITLESS_ABORTS = 8
 """Consecutive aborts without a new token after which a turn is given up."""
@@ -40,34 +45,6 @@ class TextCodec(Protocol):
     def decode(self, token_ids: Sequence[int]) -> str:
         """Text of `token_ids`, special tokens left out; ids beyond the vocabulary become a placeholder."""
         ...
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Trajectory:
-    """What a session recorded, in the layout of a sample: T tokens in R runs of equal version and cache provenance."""
-
-    tokens: npt.NDArray[np.int32]
-    """[T] prompt first."""
-    loss_mask: npt.NDArray[np.uint8]
-    """[T] 1 where the token was sampled."""
-    behavior_logprobs: npt.NDArray[np.float32]
-    """[T] nats, after temperature; 0.0 where the mask is 0."""
-    version_starts: npt.NDArray[np.int32]
-    """[R]"""
-    versions: npt.NDArray[np.int32]
-    """[R] NO_VERSION for observations."""
-    kept_cache: npt.NDArray[np.uint8]
-    """[R] as in `Generation`; 0 for observations."""
-    num_turns: int
-    num_prompt_tokens: int
-    """Tokens before the first sampled one."""
-    stop_reason: Literal["stop", "length"]
-    """How the last turn ended."""
-
-    @property
-    def response_ids(self) -> npt.NDArray[np.int32]:
-        """[T - num_prompt_tokens] everything after the first prompt, later observations included."""
-        return self.tokens[self.num_prompt_tokens :]
 
 
 class Session:
@@ -95,8 +72,15 @@ class Session:
         self.max_model_len = max_model_len
         self.codec = codec
         self._engine = engine
-        self._pieces: list[npt.NDArray[np.int32] | Generation] = []
-        self._num_tokens = 0
+        self.reward: float | None = None
+        """Set by a loop that knows its reward itself (an environment's return); None: the reward function is asked."""
+        self.reward_parts: dict[str, float] = {}
+        """What that reward was made of, by name."""
+        self.counts: dict[str, int] = {}
+        self._closed: list[Segment] = []
+        self._segment = Segment()
+        self._forks: list[Session] = []
+        self._rewarded: tuple[Segment, int] | None = None
         self._num_turns = 0
         self._last_end: Literal["stop", "length"] | None = None
         self._slices = slices
@@ -107,23 +91,23 @@ class Session:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens recorded so far."""
-        return self._num_tokens
+        """Tokens of the context: of the segment in the making."""
+        return self._segment.num_tokens
 
     @property
     def num_turns(self) -> int:
+        """Turns taken so far, in all segments."""
         return self._num_turns
 
     @property
     def room(self) -> int:
         """Tokens that still fit into the model's length."""
-        return self.max_model_len - self._num_tokens
+        return self.max_model_len - self._segment.num_tokens
 
     @property
     def tokens(self) -> npt.NDArray[np.int32]:
-        """[T] int32, the whole context."""
-        parts = [piece.token_ids if isinstance(piece, Generation) else piece for piece in self._pieces]
-        return np.concatenate(parts) if parts else np.zeros(0, np.int32)
+        """[n] int32, the whole context."""
+        return self._segment.tokens
 
     def append(self, token_ids: npt.NDArray[np.int32] | Sequence[int]) -> None:
         """Add an observation (prompt, tool output): shown to the model, not trained."""
@@ -138,8 +122,69 @@ class Session:
                 raise self._diverged(f"showed {piece.size} tokens", before)
         else:
             self._recorder.add(Shown(token_ids=piece))
-        self._pieces.append(piece)
-        self._num_tokens += int(piece.size)
+        self._segment.add(piece)
+
+    def rewind(self, num_tokens: int) -> None:
+        """Begin a new segment with the first `num_tokens` of the context, as context: what was sampled so far is trained where
+        it was sampled. Rewinding to where the context ends, with nothing behind it, changes nothing.
+
+        For a history that is summarized (0), that a template rewrites (what it leaves alone), or that is left for another
+        branch one after the other. Raises LoopError beyond the context.
+        """
+        if not 0 <= num_tokens <= self.num_tokens:
+            raise LoopError(f"rollout {self.rollout_id}: got a rewind to {num_tokens}, expected 0 to {self.num_tokens} tokens")
+        if num_tokens == self.num_tokens:
+            return
+        if self._restored:
+            before = self._restored.popleft()
+            if not isinstance(before, Rewound) or before.num_tokens != num_tokens:
+                raise self._diverged(f"went back to {num_tokens} tokens", before)
+        else:
+            self._recorder.add(Rewound(num_tokens=num_tokens))
+        self._cut(num_tokens)
+
+    def fork(self) -> Session:
+        """A session that goes on from this context beside it (a branch, a sub-agent); what it samples is trained with this
+        rollout, in segments of its own. A rollout with forks is not continued by another process: it starts over.
+
+        Raises Diverged when recorded pieces are left: a loop that forks has none.
+        """
+        if self._restored:
+            raise self._diverged("forked", self._restored[0])
+        self._recorder.spoil()
+        fork = Session(
+            self._engine,
+            self.sampling if self.sampling.seed is None else replace(self.sampling, seed=self._seed(len(self._forks) + 1, 7)),
+            rollout_id=f"{self.rollout_id}/{len(self._forks)}",
+            max_model_len=self.max_model_len,
+            codec=self.codec,
+            slices=self._slices,
+        )
+        if self.num_tokens:
+            fork._segment.add(self.tokens)
+        self._forks.append(fork)
+        return fork
+
+    def _cut(self, num_tokens: int) -> None:
+        kept = self.tokens[:num_tokens]
+        if self._segment.is_trained:
+            self._closed.append(self._segment)
+        self._segment = Segment()
+        if num_tokens:
+            self._segment.add(kept)
+
+    def reward_turn(self, value: float) -> None:
+        """Add a dense reward at the last token of the last turn. Raises LoopError before any turn, or for no finite number."""
+        if self._rewarded is None:
+            raise LoopError(f"rollout {self.rollout_id}: a reward was given before any turn")
+        if not math.isfinite(value):
+            raise LoopError(f"rollout {self.rollout_id}: got a turn's reward of {value}, expected a finite number")
+        segment, token = self._rewarded
+        segment.rewards.append((token, float(value)))
+
+    def count(self, what: str, by: int = 1) -> None:
+        """Count what happened, by name; it becomes a metric (`MAX_FIGURES` names at most)."""
+        self.counts[what] = self.counts.get(what, 0) + by
 
     async def once(self, work: Callable[[], Awaitable[Any]]) -> Any:
         """The result of `work` (a tool call, say), which is not done again when the rollout is continued in another process.
@@ -167,11 +212,11 @@ class Session:
         Raises NoRoom when not a single token fits, and what the engine raises.
         """
         budget = min(self.sampling.max_tokens if max_tokens is None else max_tokens, self.room)
-        if self._num_tokens == 0:
+        if self.num_tokens == 0:
             raise LoopError(f"rollout {self.rollout_id}: a turn was asked for before any prompt")
         if budget < 1:
             raise NoRoom(
-                f"rollout {self.rollout_id}: the context has {self._num_tokens} tokens and engine.max_model_len is "
+                f"rollout {self.rollout_id}: the context has {self.num_tokens} tokens and engine.max_model_len is "
                 f"{self.max_model_len}: no room for a turn"
             )
         parts, end = self._recall()
@@ -186,6 +231,7 @@ class Session:
                 raise
         self._num_turns += 1
         self._last_end = end
+        self._rewarded = (self._segment, self.num_tokens - 1)
         return replace(join(parts), stop_reason=end)
 
     def _recall(self) -> tuple[list[Generation], Literal["stop", "length"] | None]:
@@ -204,7 +250,7 @@ class Session:
         """Add to `parts` until the turn ends; how it ended."""
         fruitless = 0
         while True:
-            asked = min(budget, (None if self._slices is None else self._slices.next_size(self._num_tokens)) or budget)
+            asked = min(budget, (None if self._slices is None else self._slices.next_size(self.num_tokens)) or budget)
             part = await self._ask(asked, turn_goes_on=asked < budget)
             num_new = int(part.token_ids.size)
             self._take(part, parts)
@@ -221,20 +267,14 @@ class Session:
                 raise EngineUnavailable(f"rollout {self.rollout_id}: aborted {fruitless} times in a row without a new token")
 
     def _take(self, part: Generation, parts: list[Generation]) -> None:
-        self._pieces.append(part)
-        self._num_tokens += int(part.token_ids.size)
+        self._segment.add(part)
         parts.append(part)
 
     async def _ask(self, budget: int, *, turn_goes_on: bool) -> Generation:
         number = self._num_requests
         self._num_requests += 1
-        seed = self.sampling.seed
-        sampling = replace(
-            self.sampling,
-            max_tokens=budget,
-            seed=None if seed is None else (seed + number * 0x9E3779B1) % (1 << 31),
-            turn_goes_on=turn_goes_on,
-        )
+        seed = None if self.sampling.seed is None else self._seed(number, 0)
+        sampling = replace(self.sampling, max_tokens=budget, seed=seed, turn_goes_on=turn_goes_on)
         request_id = f"{self.rollout_id}-{number}"
         self._recorder.asked(budget)
         began_at = 0.0 if self._slices is None else self._slices.clock()
@@ -244,53 +284,46 @@ class Session:
             self._slices.took(int(part.token_ids.size), self._slices.clock() - began_at)
         return part
 
+    def _seed(self, number: int, salt: int) -> int:
+        assert self.sampling.seed is not None, "a seed is derived from none"
+        return (self.sampling.seed + number * 0x9E3779B1 + salt * 0x85EBCA6B) % (1 << 31)
+
     def _diverged(self, does: str, before: Piece) -> Diverged:
-        did = {Shown: "showed something else", Sampled: "took a turn", Noted: "had work done"}[type(before)]
+        words = {Shown: "showed something else", Sampled: "took a turn", Noted: "had work done", Rewound: "went back"}
+        did = words[type(before)]
         return Diverged(f"rollout {self.rollout_id}: its agent loop {does} where it {did} when it was recorded")
 
     def trajectory(self) -> Trajectory:
         """What was recorded. Raises LoopError if nothing was generated, Diverged if the loop ended before what is restored."""
         if self._restored:
             raise self._diverged("ended", self._restored[0])
-        turns = [piece for piece in self._pieces if isinstance(piece, Generation) and piece.token_ids.size]
-        if self._last_end is None or not turns:
+        own = self.segments()
+        if self._last_end is None or not own:
             raise LoopError(f"rollout {self.rollout_id}: the agent loop ended without a generated token")
-        starts: list[int] = []
-        versions: list[int] = []
-        kept: list[int] = []
-        masks, logprobs = [], []
-        at = 0
-        num_prompt_tokens = -1
-        for piece in self._pieces:
-            if isinstance(piece, Generation):
-                n = int(piece.token_ids.size)
-                if n and num_prompt_tokens < 0:
-                    num_prompt_tokens = at
-                runs = zip(piece.version_starts.tolist(), piece.versions.tolist(), piece.kept_cache.tolist(), strict=True)
-                masks.append(np.ones(n, np.uint8))
-                logprobs.append(np.minimum(piece.logprobs, 0.0).astype(np.float32, copy=False))
-            else:
-                n = int(piece.size)
-                runs = zip([0], [NO_VERSION], [0], strict=True)
-                masks.append(np.zeros(n, np.uint8))
-                logprobs.append(np.zeros(n, np.float32))
-            for start, version, was_kept in runs:
-                if not versions or (versions[-1], kept[-1]) != (version, was_kept):
-                    starts.append(at + start)
-                    versions.append(version)
-                    kept.append(was_kept)
-            at += n
-        return Trajectory(
-            tokens=self.tokens,
-            loss_mask=np.concatenate(masks),
-            behavior_logprobs=np.concatenate(logprobs),
-            version_starts=np.array(starts, np.int32),
-            versions=np.array(versions, np.int32),
-            kept_cache=np.array(kept, np.uint8),
-            num_turns=self._num_turns,
-            num_prompt_tokens=num_prompt_tokens,
+        forks = list(self.forks())
+        counts = dict(self.counts)
+        for fork in forks:
+            for name, count in fork.counts.items():
+                counts[name] = counts.get(name, 0) + count
+        return assemble(
+            [*own, *(segment for fork in forks for segment in fork.segments())],
+            num_own_segments=len(own),
+            num_turns=self._num_turns + sum(fork.num_turns for fork in forks),
             stop_reason=self._last_end,
+            reward=self.reward,
+            reward_parts=self.reward_parts,
+            counts=counts,
         )
+
+    def segments(self) -> list[Segment]:
+        """Those with a sampled token, the one in the making included."""
+        return [*self._closed, *([self._segment] if self._segment.is_trained else [])]
+
+    def forks(self) -> Iterator[Session]:
+        """All that go on beside it, forks of forks included."""
+        for fork in self._forks:
+            yield fork
+            yield from fork.forks()
 
 
 def join(parts: Sequence[Generation]) -> Generation:

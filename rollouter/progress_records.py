@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from agent_loop.engine import Generation
 from agent_loop.errors import BadGeneration
-from agent_loop.progress import Noted, Piece, Sampled, Shown
+from agent_loop.progress import Noted, Piece, Rewound, Sampled, Shown
 from sample_bus.errors import JournalError, WireError
 from sample_bus.packing import pack, unpack
 
@@ -52,7 +52,7 @@ class Over:
 
 
 Entry = Began | Asked | Got | Over
-_BEGAN, _ASKED, _SHOWN, _SAMPLED, _NOTED, _OVER = range(1, 7)
+_BEGAN, _ASKED, _SHOWN, _SAMPLED, _NOTED, _OVER, _REWOUND = range(1, 8)
 _ENDS = (None, "stop", "length")
 
 
@@ -68,6 +68,8 @@ def encode_entry(place: Place, entry: Entry) -> bytes:
             return pack([_SHOWN, *place, entry.index, _bytes(shown.token_ids, "<i4")])
         case Got(piece=Noted() as noted):
             return pack([_NOTED, *place, entry.index, noted.value])
+        case Got(piece=Rewound() as rewound):
+            return pack([_REWOUND, *place, entry.index, rewound.num_tokens])
         case Got(piece=Sampled() as sampled):
             part = sampled.generation
             return pack(
@@ -104,6 +106,8 @@ def decode_entry(payload: bytes, where: str) -> tuple[Place, Entry]:
                 return (group, seat), Got(index=index, piece=Noted(value=value))
             case [6, str(group), int(seat)]:
                 return (group, seat), Over()
+            case [7, str(group), int(seat), int(index), int(num_tokens)]:
+                return (group, seat), Got(index=index, piece=Rewound(num_tokens=num_tokens))
     except (WireError, BadGeneration, ValueError) as error:
         raise JournalError(f"{where}: {error}") from error
     raise JournalError(f"{where}: got {repr(values)[:80]}, expected an entry of this version's progress log")

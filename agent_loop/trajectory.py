@@ -1,0 +1,160 @@
+"""What a rollout recorded, in the layout of a sample, and the segments that it is built of.
+
+Invariant: a segment is exactly what the engine was shown and what it sampled, in order. Each sampled token is trained in one
+segment; where it stands in another one it is context: mask 0, logprob 0.0, no version.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from agent_loop.engine import NO_VERSION, Generation
+
+
+@dataclass(slots=True, eq=False)
+class Segment:
+    """One token sequence in the making."""
+
+    pieces: list[npt.NDArray[np.int32] | Generation] = field(default_factory=list)
+    """Observations, and parts of turns."""
+    num_tokens: int = 0
+    rewards: list[tuple[int, float]] = field(default_factory=list)
+    """(token, dense reward), counted from the segment's first token."""
+
+    def add(self, piece: npt.NDArray[np.int32] | Generation) -> None:
+        self.pieces.append(piece)
+        self.num_tokens += int(piece.token_ids.size if isinstance(piece, Generation) else piece.size)
+
+    @property
+    def tokens(self) -> npt.NDArray[np.int32]:
+        """[n] int32"""
+        parts = [piece.token_ids if isinstance(piece, Generation) else piece for piece in self.pieces]
+        return np.concatenate(parts) if parts else np.zeros(0, np.int32)
+
+    @property
+    def is_trained(self) -> bool:
+        """Whether a token was sampled in it."""
+        return any(isinstance(piece, Generation) and piece.token_ids.size for piece in self.pieces)
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Tokens before the first sampled one; all if none was sampled."""
+        count = 0
+        for piece in self.pieces:
+            if isinstance(piece, Generation):
+                if piece.token_ids.size:
+                    return count
+            else:
+                count += int(piece.size)
+        return count
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Trajectory:
+    """What a session recorded: T tokens in S segments end to end, in R runs of equal version and cache provenance."""
+
+    tokens: npt.NDArray[np.int32]
+    """[T] each segment begins with its prompt."""
+    loss_mask: npt.NDArray[np.uint8]
+    """[T] 1 where the token was sampled."""
+    behavior_logprobs: npt.NDArray[np.float32]
+    """[T] nats, after temperature; 0.0 where the mask is 0."""
+    version_starts: npt.NDArray[np.int32]
+    """[R]"""
+    versions: npt.NDArray[np.int32]
+    """[R] NO_VERSION for observations."""
+    kept_cache: npt.NDArray[np.uint8]
+    """[R] as in `Generation`; 0 for observations."""
+    num_turns: int
+    num_prompt_tokens: int
+    """Tokens before the first sampled one."""
+    stop_reason: Literal["stop", "length"]
+    """How the last turn ended."""
+    segment_starts: npt.NDArray[np.int32] = field(default_factory=lambda: np.zeros(1, np.int32))
+    """[S] first token of each segment: the session's own in order, then those of its forks."""
+    num_own_segments: int = 1
+    """Of the session itself."""
+    token_rewards: npt.NDArray[np.float32] = field(default_factory=lambda: np.zeros(0, np.float32))
+    """[T] dense rewards; [0] where the loop gave none."""
+    reward: float | None = None
+    """What the loop itself gave, an environment's return for example; None: the reward function is asked."""
+    reward_parts: Mapping[str, float] = field(default_factory=dict)
+    counts: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def response_ids(self) -> npt.NDArray[np.int32]:
+        """[n] everything after the first prompt, later observations included; of several segments, of each own one what
+        follows its first sampled token."""
+        if self.segment_starts.size == 1:
+            return self.tokens[self.num_prompt_tokens :]
+        ends = [*self.segment_starts[1:].tolist(), self.tokens.size]
+        parts = []
+        for start, end in list(zip(self.segment_starts.tolist(), ends, strict=True))[: self.num_own_segments]:
+            first = int(np.argmax(self.loss_mask[start:end]))
+            parts.append(self.tokens[start + first : end])
+        return np.concatenate(parts)
+
+
+def assemble(
+    segments: Sequence[Segment],
+    *,
+    num_own_segments: int,
+    num_turns: int,
+    stop_reason: Literal["stop", "length"],
+    reward: float | None,
+    reward_parts: Mapping[str, float],
+    counts: Mapping[str, int],
+) -> Trajectory:
+    """The trajectory of `segments` (each of them trained), end to end."""
+    starts: list[int] = []
+    versions: list[int] = []
+    kept: list[int] = []
+    segment_starts: list[int] = []
+    masks, logprobs = [], []
+    rewards: list[tuple[int, float]] = []
+    at = 0
+    for segment in segments:
+        segment_starts.append(at)
+        rewards += [(at + token, value) for token, value in segment.rewards]
+        for piece in segment.pieces:
+            if isinstance(piece, Generation):
+                n = int(piece.token_ids.size)
+                runs = zip(piece.version_starts.tolist(), piece.versions.tolist(), piece.kept_cache.tolist(), strict=True)
+                masks.append(np.ones(n, np.uint8))
+                logprobs.append(np.minimum(piece.logprobs, 0.0).astype(np.float32, copy=False))
+            else:
+                n = int(piece.size)
+                runs = zip([0], [NO_VERSION], [0], strict=True)
+                masks.append(np.zeros(n, np.uint8))
+                logprobs.append(np.zeros(n, np.float32))
+            for start, version, was_kept in runs:
+                if not versions or (versions[-1], kept[-1]) != (version, was_kept):
+                    starts.append(at + start)
+                    versions.append(version)
+                    kept.append(was_kept)
+            at += n
+    token_rewards = np.zeros(at if rewards else 0, np.float32)
+    for token, value in rewards:
+        token_rewards[token] += value
+    return Trajectory(
+        tokens=np.concatenate([segment.tokens for segment in segments]),
+        loss_mask=np.concatenate(masks),
+        behavior_logprobs=np.concatenate(logprobs),
+        version_starts=np.array(starts, np.int32),
+        versions=np.array(versions, np.int32),
+        kept_cache=np.array(kept, np.uint8),
+        num_turns=num_turns,
+        num_prompt_tokens=segments[0].num_prompt_tokens,
+        stop_reason=stop_reason,
+        segment_starts=np.array(segment_starts, np.int32),
+        num_own_segments=num_own_segments,
+        token_rewards=token_rewards,
+        reward=reward,
+        reward_parts=dict(reward_parts),
+        counts=dict(counts),
+    )
