@@ -4,8 +4,8 @@ Invariant: a bucket describes itself. Name, dtype, shape and place of every byte
 order has to be agreed on elsewhere. A tensor larger than the room left is cut; small ones share a bucket.
 
 Layout, little-endian: `payload | header`, header = prefix (magic, sequence, policy version, number of pieces), then for each
-piece an entry (tensor index, dtype, dimensions, length of its name, offset in the tensor, length, place in the bucket,
-checksum), its sizes and its name.
+piece an entry (tensor index, dtype, encoding, dimensions, length of its name, offset, length, place in the bucket, checksum,
+bytes of its delta), its sizes and its name.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import IntEnum
 
 from weight_sync.errors import ProtocolError
 from weight_sync.manifest import DTYPE_CODES, DTYPES, TensorSpec
@@ -20,30 +21,49 @@ from weight_sync.manifest import DTYPE_CODES, DTYPES, TensorSpec
 MIN_BUCKET_BYTES = 4096
 ALIGNMENT = 64
 _MIN_CUT_BYTES = 1024
-_MAGIC = b"HRB1"
+_MAGIC = b"HRB2"
 _PREFIX = struct.Struct("<4sIqI")
-_ENTRY = struct.Struct("<IBBHQQIQ")
+_ENTRY = struct.Struct("<IBBBHQQIQQ")
+
+
+class Encoding(IntEnum):
+    """How a tensor travels."""
+
+    FULL = 0
+    """All of its bytes."""
+    UNCHANGED = 1
+    """None: it is the tensor of this name in the base."""
+    DELTA = 2
+    """What changed since the base (`weight_sync.delta`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Piece:
-    """Consecutive bytes of one tensor in one bucket."""
+    """Consecutive bytes of one tensor, or of its delta, in one bucket."""
 
     index: int
     """Which tensor of the stream, from 0."""
     spec: TensorSpec
     offset: int
-    """Byte offset in the tensor."""
+    """Byte offset in the tensor, or in its delta."""
     length: int
-    """Bytes; 0 only for a tensor without elements."""
+    """Bytes; 0 only for a tensor without elements or without changes."""
     position: int
     """Byte offset in the bucket, a multiple of 64."""
     checksum: int
     """xxh3_64 of the whole tensor in its last piece, 0 in earlier ones."""
+    encoding: Encoding = Encoding.FULL
+    delta_bytes: int = 0
+    """Size of the whole delta; 0 unless `encoding` is DELTA."""
+
+    @property
+    def travel_bytes(self) -> int:
+        """Of all pieces of the tensor."""
+        return self.spec.num_bytes if self.encoding is Encoding.FULL else self.delta_bytes
 
     @property
     def is_last(self) -> bool:
-        return self.offset + self.length == self.spec.num_bytes
+        return self.offset + self.length == self.travel_bytes
 
 
 def entry_bytes(spec: TensorSpec) -> int:
@@ -93,12 +113,14 @@ def encode_header(pieces: Sequence[Piece], *, sequence: int, policy_version: int
             _ENTRY.pack(
                 piece.index,
                 DTYPE_CODES[spec.dtype],
+                piece.encoding,
                 len(spec.shape),
                 len(name),
                 piece.offset,
                 piece.length,
                 piece.position,
                 piece.checksum,
+                piece.delta_bytes,
             )
         )
         parts.append(struct.pack(f"<{len(spec.shape)}Q", *spec.shape))
@@ -122,22 +144,40 @@ def decode_header(header: bytes, *, payload_bytes: int, sequence: int, policy_ve
         pieces: list[Piece] = []
         at = _PREFIX.size
         for _ in range(num_pieces):
-            index, code, dims, name_bytes, offset, length, position, checksum = _ENTRY.unpack_from(header, at)
+            index, code, encoding, dims, name_bytes, *place, checksum, delta_bytes = _ENTRY.unpack_from(header, at)
+            offset, length, position = place
             at += _ENTRY.size
             shape = struct.unpack_from(f"<{dims}Q", header, at)
             at += 8 * dims
             name = header[at : at + name_bytes].decode()
             at += name_bytes
             spec = TensorSpec(name=name, dtype=DTYPES[code], shape=shape)
-            pieces.append(Piece(index=index, spec=spec, offset=offset, length=length, position=position, checksum=checksum))
-    except (struct.error, UnicodeDecodeError, KeyError) as error:
+            pieces.append(
+                Piece(
+                    index=index,
+                    spec=spec,
+                    offset=offset,
+                    length=length,
+                    position=position,
+                    checksum=checksum,
+                    encoding=Encoding(encoding),
+                    delta_bytes=delta_bytes,
+                )
+            )
+    except (struct.error, ValueError, KeyError) as error:
         raise ProtocolError(f"header of bucket {sequence} ({len(header)} bytes) does not decode: {error!r}") from error
     if at != len(header):
         raise ProtocolError(f"header of bucket {sequence} has {len(header)} bytes, its pieces take {at}")
     for piece in pieces:
-        if piece.position + piece.length > payload_bytes or piece.offset + piece.length > piece.spec.num_bytes:
+        if piece.position + piece.length > payload_bytes or piece.offset + piece.length > piece.travel_bytes:
             raise ProtocolError(
                 f"bucket {sequence}: bytes {piece.offset}+{piece.length} of {piece.spec} at {piece.position} lie outside the "
-                f"tensor ({piece.spec.num_bytes} bytes) or the bucket ({payload_bytes} bytes)"
+                f"tensor ({piece.travel_bytes} bytes as it travels) or the bucket ({payload_bytes} bytes)"
+            )
+        least, most = (1, piece.spec.num_bytes - 1) if piece.encoding is Encoding.DELTA else (0, 0)
+        if not least <= piece.delta_bytes <= most:
+            raise ProtocolError(
+                f"bucket {sequence}: {piece.spec}, {piece.encoding.name}, has a delta of {piece.delta_bytes} bytes, expected "
+                f"{least} to {most}"
             )
     return pieces

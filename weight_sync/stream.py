@@ -8,15 +8,17 @@ memory for the transfer itself.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 import xxhash
+from numpy.typing import NDArray
 
-from weight_sync.buckets import BucketLayout, Piece, decode_header, encode_header
+from weight_sync.buckets import BucketLayout, Encoding, Piece, decode_header, encode_header
 from weight_sync.channel import Bucket, BucketKind, ReceiveChannel, SendChannel, StreamEnd
+from weight_sync.delta import apply_delta
 from weight_sync.errors import IntegrityError, ProtocolError
 from weight_sync.manifest import Manifest, TensorSpec
 from weight_sync.tensors import copy_flat, wire_dtype_of, without_aliases
@@ -30,6 +32,9 @@ class SendReport:
     manifest_digest: str
     num_tensors: int
     total_bytes: int
+    """Of the tensors, whatever travelled for them."""
+    payload_bytes: int
+    """Of tensors and deltas that travelled."""
     num_buckets: int
     """Buckets with weights."""
     seconds: float
@@ -45,11 +50,42 @@ class _BucketWriter:
         self._memory: torch.Tensor | None = None
         self._pieces: list[Piece] = []
         self.num_sent = 0
+        self.payload_bytes = 0
 
     def write(self, index: int, spec: TensorSpec, source: torch.Tensor, checksum: int | None) -> int:
-        """Send a tensor; returns its checksum, computed unless it is given."""
+        """Send all of a tensor; returns its checksum, computed unless it is given."""
         hasher = xxhash.xxh3_64() if checksum is None else None
-        offset, total = 0, spec.num_bytes
+
+        def fill(window: torch.Tensor, offset: int) -> None:
+            copy_flat(window.view(spec.dtype), source, offset // spec.dtype.itemsize)
+            if hasher is not None:
+                hasher.update(window.numpy().data)
+
+        def checksum_at_end() -> int:
+            return hasher.intdigest() if checksum is None and hasher is not None else checksum or 0
+
+        return self._write(index, spec, Encoding.FULL, spec.num_bytes, fill, checksum_at_end)
+
+    def write_delta(self, index: int, spec: TensorSpec, delta: NDArray[np.uint8], checksum: int) -> int:
+        """Send what changed in a tensor; `checksum` is that of the tensor."""
+
+        def fill(window: torch.Tensor, offset: int) -> None:
+            np.copyto(window.numpy(), delta[offset : offset + len(window)])
+
+        encoding = Encoding.DELTA if len(delta) else Encoding.UNCHANGED
+        return self._write(index, spec, encoding, len(delta), fill, lambda: checksum)
+
+    def _write(
+        self,
+        index: int,
+        spec: TensorSpec,
+        encoding: Encoding,
+        total: int,
+        fill: Callable[[torch.Tensor, int], None],
+        checksum_at_end: Callable[[], int],
+    ) -> int:
+        """Cut `total` bytes into pieces; `fill` writes those from an offset on to a window of a bucket."""
+        offset = checksum = 0
         while True:
             placed = self._layout.place(spec, total - offset)
             if placed is None:
@@ -59,20 +95,26 @@ class _BucketWriter:
             if self._memory is None:
                 self._memory = self._channel.next_bucket()
             if length:
-                window = self._memory[position : position + length]
-                copy_flat(window.view(spec.dtype), source, offset // spec.dtype.itemsize)
-                if hasher is not None:
-                    hasher.update(window.numpy().data)
+                fill(self._memory[position : position + length], offset)
             done = offset + length == total
-            if done and hasher is not None:
-                checksum = hasher.intdigest()
-            piece_checksum = checksum if done and checksum is not None else 0
+            if done:
+                checksum = checksum_at_end()
             self._pieces.append(
-                Piece(index=index, spec=spec, offset=offset, length=length, position=position, checksum=piece_checksum)
+                Piece(
+                    index=index,
+                    spec=spec,
+                    offset=offset,
+                    length=length,
+                    position=position,
+                    checksum=checksum,
+                    encoding=encoding,
+                    delta_bytes=total if encoding is Encoding.DELTA else 0,
+                )
             )
             offset += length
             if done:
-                return piece_checksum
+                self.payload_bytes += total
+                return checksum
 
     def flush(self) -> None:
         if not self._pieces:
@@ -92,6 +134,7 @@ def send_weights(
     policy_version: int,
     dtype: torch.dtype | None = None,
     manifest: Manifest | None = None,
+    deltas: Mapping[str, NDArray[np.uint8]] | None = None,
 ) -> SendReport:
     """Stream the tensors; return once the receiver has confirmed that it holds them all.
 
@@ -101,6 +144,8 @@ def send_weights(
     Args:
         manifest: when it is known beforehand it is sent first, so that the receiver can refuse before any weight moves, and
             its checksums are used instead of new ones. It must describe exactly `named_tensors`.
+        deltas: with a manifest: for tensors that need not travel whole, what changed since the base that the receiver holds
+            (`encode_delta`; empty: nothing).
 
     Raises:
         TransferTimeout, PeerLost, PeerFailed: see the channel.
@@ -118,7 +163,12 @@ def send_weights(
         if manifest is not None and (index >= manifest.num_tensors or manifest.specs[index] != spec):
             raise ProtocolError(f"tensor {index} is {spec}, which is not what the manifest describes")
         specs.append(spec)
-        checksums.append(writer.write(index, spec, tensor, None if manifest is None else manifest.checksums[index]))
+        known = None if manifest is None else manifest.checksums[index]
+        delta = None if deltas is None or known is None else deltas.get(name)
+        if delta is None or known is None:
+            checksums.append(writer.write(index, spec, tensor, known))
+        else:
+            checksums.append(writer.write_delta(index, spec, delta, known))
     writer.flush()
     sent = Manifest(specs=tuple(specs), checksums=tuple(checksums), aliases=tuple(aliases))
     if manifest is not None and sent.num_tensors != manifest.num_tensors:
@@ -136,6 +186,7 @@ def send_weights(
         manifest_digest=end.manifest_digest,
         num_tensors=end.num_tensors,
         total_bytes=end.total_bytes,
+        payload_bytes=writer.payload_bytes,
         num_buckets=end.num_buckets,
         seconds=time.monotonic() - started,
     )
@@ -158,19 +209,21 @@ def receive_weights(
     *,
     allocate: Callable[[int], torch.Tensor] = _own_memory,
     check_manifest: Callable[[Manifest], None] | None = None,
+    base: Mapping[str, torch.Tensor] | None = None,
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield (name, tensor) as tensors complete, each verified; confirm to the sender after the last one was taken.
 
     Args:
         allocate: gives uint8[num_bytes] in which a tensor is put together and stays, aligned to 64 bytes.
         check_manifest: called with the manifest before any weight moves, when the sender sends one; it refuses by raising.
+        base: by name, the weights that the sender was told of; it may send what changed in them. They are only read.
 
     Raises:
         IntegrityError: a tensor is not what was sent, or not all of it arrived.
         ProtocolError: the stream is none.
         TransferTimeout, PeerLost, PeerFailed: see the channel.
     """
-    receiver = _Receiver(channel.policy_version, allocate, check_manifest)
+    receiver = _Receiver(channel.policy_version, allocate, check_manifest, base or {})
     while True:
         received = channel.receive()
         if isinstance(received, StreamEnd):
@@ -190,7 +243,9 @@ class _Receiver:
         policy_version: int,
         allocate: Callable[[int], torch.Tensor],
         check_manifest: Callable[[Manifest], None] | None,
+        base: Mapping[str, torch.Tensor],
     ) -> None:
+        self._base = base
         self._policy_version = policy_version
         self._allocate = allocate
         self._check_manifest = check_manifest
@@ -201,7 +256,11 @@ class _Receiver:
         self._checksums: list[int] = []
         self._memory: torch.Tensor | None = None
         self._filled = 0
+        self._encoding = Encoding.FULL
+        self._delta_bytes = 0
         self._hasher = xxhash.xxh3_64()
+        self._delta = np.empty(0, np.uint8)
+        """Where a delta is put together; reused from tensor to tensor."""
 
     def take(self, bucket: Bucket) -> list[tuple[str, torch.Tensor]]:
         """Copy a bucket out; the tensors that are complete now."""
@@ -230,15 +289,19 @@ class _Receiver:
             self._begin(piece)
         memory = self._memory
         assert memory is not None
-        if piece.index != len(self._specs) - 1 or piece.spec != self._specs[-1] or piece.offset != self._filled:
+        index, spec = len(self._specs) - 1, self._specs[-1]
+        expected = (index, spec, self._filled, self._encoding, self._delta_bytes)
+        if (piece.index, piece.spec, piece.offset, piece.encoding, piece.delta_bytes) != expected:
             raise IntegrityError(
-                f"bucket {bucket.sequence}: got byte {piece.offset} of tensor {piece.index} ({piece.spec}), expected byte "
-                f"{self._filled} of tensor {len(self._specs) - 1} ({self._specs[-1]})"
+                f"bucket {bucket.sequence}: got byte {piece.offset} of tensor {piece.index} ({piece.spec}, "
+                f"{piece.encoding.name}), expected byte {self._filled} of tensor {index} ({spec}, {self._encoding.name})"
             )
         if piece.length:
-            window = memory.numpy()[piece.offset : piece.offset + piece.length]
+            into = memory.numpy() if piece.encoding is Encoding.FULL else self._delta
+            window = into[piece.offset : piece.offset + piece.length]
             np.copyto(window, bucket.payload[piece.position : piece.position + piece.length])
-            self._hasher.update(window.data)
+            if piece.encoding is Encoding.FULL:
+                self._hasher.update(window.data)
         self._filled += piece.length
         return self._complete(piece, memory) if piece.is_last else None
 
@@ -249,9 +312,25 @@ class _Receiver:
         self._specs.append(piece.spec)
         self._memory = self._allocate(piece.spec.num_bytes)
         self._filled = 0
+        self._encoding, self._delta_bytes = piece.encoding, piece.delta_bytes
         self._hasher.reset()
+        if len(self._delta) < piece.delta_bytes:
+            self._delta = np.empty(piece.delta_bytes, np.uint8)
+
+    def _rebuild(self, piece: Piece, memory: NDArray[np.uint8]) -> None:
+        """Make the tensor from that of the base."""
+        base = self._base.get(piece.spec.name)
+        if base is None or base.dtype != piece.spec.dtype or tuple(base.shape) != piece.spec.shape:
+            held = "none" if base is None else f"{base.dtype} of shape {list(base.shape)}"
+            raise IntegrityError(f"got what changed in {piece.spec}, the base has {held}")
+        np.copyto(memory, base.contiguous().view(-1).view(torch.uint8).numpy())
+        if piece.encoding is Encoding.DELTA:
+            apply_delta(self._delta[: piece.delta_bytes], memory, piece.spec.dtype.itemsize)
+        self._hasher.update(memory.data)
 
     def _complete(self, piece: Piece, memory: torch.Tensor) -> tuple[str, torch.Tensor]:
+        if piece.encoding is not Encoding.FULL:
+            self._rebuild(piece, memory.numpy())
         checksum = self._hasher.intdigest()
         expected = piece.checksum if self._manifest is None else self._manifest.checksums[piece.index]
         if not checksum == piece.checksum == expected:
