@@ -56,8 +56,8 @@ class DataSettings(Section):
     source: str | tuple[str, ...] = Field(
         "addition",
         description="Tasks, from one source or several: `addition`, `sort`, `reasoning_gym:NAME` (with `?key=value&…` of its "
-        "configuration), a file (.jsonl, .json, .parquet, .arrow), a directory saved by Hugging Face datasets, or a dotted path "
-        "`module:function` returning rows.",
+        "configuration), a file (.jsonl, .json, .parquet, .arrow), a directory saved by Hugging Face datasets, or a dotted "
+        "path `module:function` returning rows.",
     )
     weights: tuple[float, ...] = Field(
         (), description="With several sources, how often each row of each comes in an epoch; empty: once."
@@ -125,7 +125,7 @@ class FilterSettings(Section):
         Scope.NEXT_STEP,
         ge=1,
         le=1_000_000,
-        description="With zero_signal=drop: groups of so many steps may be dropped for one step; those that come after are kept.",
+        description="With zero_signal=drop: groups of so many steps may be dropped for one step; what comes after is kept.",
     )
     pass_reward: float = live(
         1.0, Scope.NEXT_ADMISSION, ge=-1e9, le=1e9, description="A sample with at least this reward counts as passed."
@@ -220,6 +220,11 @@ class WeightSyncSettings(Section):
     verify: Literal["always", "first", "never"] = Field(
         "always",
         description="When receivers compute checksums of what arrived: with each version, with the first one only, or never.",
+    )
+    encoding: Literal["auto", "full", "delta"] = Field(
+        "auto",
+        description="`full`: all of the weights travel each time. `delta`: only what changed since the version that the "
+        "receiver holds, bit by bit, where that is smaller. `auto`: `delta` over tcp and collective, `full` within a host.",
     )
     name_map: str | None = Field(
         None, description="Dotted path `module:function` from the trainer's name of a tensor to the engine's; null: the same."
@@ -528,14 +533,17 @@ class Settings(Section):
                 f"evaluation.every_versions={self.evaluation.every_versions}: data.held_out_fraction=0 leaves no task for it"
             )
         if self.data.weights and len(self.data.weights) != len(self.data.sources):
-            problems.append(f"data.weights: got {len(self.data.weights)}, expected one for each of {len(self.data.sources)} sources")
+            problems.append(
+                f"data.weights: got {len(self.data.weights)}, expected one for each of {len(self.data.sources)} sources"
+            )
         if not self.data.sources:
             problems.append("data.source: got no source, expected at least one")
         if self.data.curriculum is not None and (self.data.weights or self.data.filter == "lazy"):
             problems.append("data.curriculum orders all tasks itself: it goes with neither data.weights nor data.filter=lazy")
         if self.filters.min_pass_rate > self.filters.max_pass_rate:
             problems.append(
-                f"filters.min_pass_rate={self.filters.min_pass_rate} is above filters.max_pass_rate={self.filters.max_pass_rate}"
+                f"filters.min_pass_rate={self.filters.min_pass_rate} is above "
+                f"filters.max_pass_rate={self.filters.max_pass_rate}"
             )
         if self.trigger_parameter_sync_step > self.num_steps:
             problems.append(

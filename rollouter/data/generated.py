@@ -1,0 +1,102 @@
+"""Tasks of reasoning-gym: `reasoning_gym:NAME` or `reasoning_gym:NAME?size=2000&seed=7&min_numbers=3`.
+
+Invariant: a row follows from the name, the configuration and its number alone, so it is made when it is asked for and is the
+same in every process. What its scorer needs stands in `extra_info`: `reasoning_gym` (name, config, index) and `metadata`.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import importlib.util
+import json
+import sys
+import types
+from collections.abc import Mapping
+from typing import Any
+from urllib.parse import parse_qsl
+
+from rollouter.data.rows import plain
+from rollouter.data.tables import GeneratedTable
+from rollouter.errors import DataError
+
+PREFIX = "reasoning_gym:"
+_UNBUILT = ("cellpylib", "pycosat", "zss")
+"""Requirements without a wheel: a few families of tasks need one, and all would fail to import for want of them."""
+
+
+def open_reasoning_gym(source: str) -> GeneratedTable:
+    """Raises DataError naming the nearest family, or the parameter that it does not take."""
+    name, _, query = source.removeprefix(PREFIX).partition("?")
+    config = {key: _value(text) for key, text in parse_qsl(query, keep_blank_values=True)}
+    dataset = make_dataset(name, config)
+    recipe = json.dumps({"name": name, "config": config, "size": len(dataset)}, sort_keys=True)
+
+    def make(index: int) -> dict[str, Any]:
+        try:
+            entry = dataset[index]
+        except Exception as error:  # a generator is somebody's program
+            raise DataError(f"{source} row {index + 1}: {type(error).__name__}: {error}") from error
+        return {
+            "prompt": entry["question"],
+            "ground_truth": entry["answer"],
+            "data_source": f"reasoning_gym/{name}",
+            "task_id": f"{name}/{index}",
+            "extra_info": {
+                "reasoning_gym": {"name": name, "config": config, "index": index},
+                "metadata": _plain_parts(entry.get("metadata", {})),
+            },
+        }
+
+    return GeneratedTable(make, size=len(dataset), name=source, default_source=f"reasoning_gym/{name}", recipe=recipe)
+
+
+def make_dataset(name: str, config: Mapping[str, Any]) -> Any:
+    """The family's data set under this configuration. Raises DataError."""
+    gym = import_reasoning_gym()
+    known = sorted(importlib.import_module("reasoning_gym.factory").DATASETS)
+    if name not in known:
+        near = difflib.get_close_matches(name, known, n=3)
+        hint = f"; nearest: {', '.join(near)}" if near else ""
+        raise DataError(f"data.source: reasoning_gym has no family {name!r}{hint} ({len(known)} in all)")
+    try:
+        return gym.create_dataset(name, **{"seed": 0, **config})
+    except ImportError as error:
+        raise DataError(f"data.source: reasoning_gym:{name} needs a package that is not installed: {error}") from error
+    except Exception as error:  # configurations assert, and raise whatever their authors chose
+        raise DataError(f"data.source: reasoning_gym:{name}: {type(error).__name__}: {error}") from error
+
+
+def import_reasoning_gym() -> Any:
+    """The package, with empty modules in place of requirements that are not installed: only what uses one fails.
+
+    Raises DataError when it is not installed itself.
+    """
+    added = [missing for missing in _UNBUILT if missing not in sys.modules and importlib.util.find_spec(missing) is None]
+    for missing in added:
+        sys.modules[missing] = types.ModuleType(missing)
+    try:
+        return importlib.import_module("reasoning_gym")
+    except ImportError as error:
+        raise DataError(f"data.source: reasoning_gym does not import: {error}") from error
+    finally:
+        for missing in added:
+            del sys.modules[missing]
+
+
+def _value(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError:
+        return text
+
+
+def _plain_parts(metadata: Mapping[str, Any]) -> dict[str, Any]:
+    """The parts of it that have a plain form; the scorer makes the entry anew and needs none of them."""
+    parts: dict[str, Any] = {}
+    for key, value in metadata.items():
+        try:
+            parts[str(key)] = plain(value)
+        except TypeError:
+            continue
+    return parts

@@ -1,0 +1,200 @@
+"""Tables: raw rows by number, from memory or from files of any size.
+
+Invariant: a table's rows have a fixed order and number, reading one costs no other, and its fingerprint is that of its content:
+files that differ in one byte, or in the order of rows, have different ones.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
+from itertools import accumulate
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from rollouter.data.rows import canonical
+from rollouter.errors import DataError
+
+_HASH_PIECE = 8 << 20
+
+
+class Table(Protocol):
+    """Raw rows by number, as their source gives them."""
+
+    default_source: str
+    """Data source of rows that name none."""
+    needs_ground_truth: bool
+    """False where some rows have none by nature."""
+
+    def __len__(self) -> int: ...
+
+    def raw(self, index: int) -> Any:
+        """Row `index`, from 0. Raises DataError when the file has something else there."""
+        ...
+
+    def where(self, index: int) -> str:
+        """For messages: source and number of the row, from 1."""
+        ...
+
+    def fingerprint(self) -> str:
+        """Of the content (hex)."""
+        ...
+
+
+class MemoryTable:
+    """Rows that are all there."""
+
+    def __init__(self, rows: Sequence[Any], *, name: str, default_source: str, numbers: Sequence[int] | None = None) -> None:
+        """`numbers`: of the rows in their source, where they are not 1, 2, 3, …"""
+        self._rows = rows
+        self._name = name
+        self._numbers = numbers
+        self.default_source = default_source
+        self.needs_ground_truth = True
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def raw(self, index: int) -> Any:
+        return self._rows[index]
+
+    def where(self, index: int) -> str:
+        return f"{self._name} row {self._numbers[index] if self._numbers else index + 1}"
+
+    def fingerprint(self) -> str:
+        digest = xxhash.xxh3_64()
+        for row in self._rows:
+            digest.update(canonical(row).encode("utf-8", "surrogatepass"))
+            digest.update(b"\0")
+        return digest.hexdigest()
+
+
+class GeneratedTable:
+    """Rows that a function makes, each from its number alone."""
+
+    def __init__(self, make: Callable[[int], Any], *, size: int, name: str, default_source: str, recipe: str) -> None:
+        """`recipe` names everything that the rows depend on."""
+        self._make = make
+        self._size = size
+        self._name = name
+        self._recipe = recipe
+        self.default_source = default_source
+        self.needs_ground_truth = False
+
+    def __len__(self) -> int:
+        return self._size
+
+    def raw(self, index: int) -> Any:
+        return self._make(index)
+
+    def where(self, index: int) -> str:
+        return f"{self._name} row {index + 1}"
+
+    def fingerprint(self) -> str:
+        return xxhash.xxh3_64_hexdigest(self._recipe.encode())
+
+
+class JsonLinesTable:
+    """A file of one JSON value a line, mapped; blank lines do not count."""
+
+    def __init__(self, path: Path) -> None:
+        """Finds the lines. Raises DataError."""
+        self._path = path
+        self.default_source = path.stem
+        self.needs_ground_truth = True
+        try:
+            with path.open("rb") as file:
+                size = file.seek(0, 2)
+                self._bytes = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if size else None
+        except OSError as error:
+            raise DataError(f"{path}: cannot be read: {error.strerror}") from None
+        self._starts, self._ends, self._numbers = _lines(self._bytes)
+
+    def __len__(self) -> int:
+        return len(self._starts)
+
+    def raw(self, index: int) -> Any:
+        assert self._bytes is not None, "an empty file has no row"
+        line = self._bytes[self._starts[index] : self._ends[index]]
+        try:
+            return json.loads(line)
+        except json.JSONDecodeError as error:
+            raise DataError(f"{self.where(index)}: is not JSON: {error.msg} at column {error.colno}") from None
+        except UnicodeDecodeError as error:
+            raise DataError(f"{self.where(index)}: is not UTF-8 text: {error.reason} at byte {error.start}") from None
+        except RecursionError:
+            raise DataError(f"{self.where(index)}: is nested too deeply") from None
+
+    def where(self, index: int) -> str:
+        return f"{self._path} row {self._numbers[index]}"
+
+    def fingerprint(self) -> str:
+        return hash_of(self._path)
+
+
+class JoinedTable:
+    """Tables behind each other."""
+
+    def __init__(self, tables: Sequence[Table], *, default_source: str) -> None:
+        self._tables = tables
+        self._ends = list(accumulate(map(len, tables)))
+        self.default_source = default_source
+        self.needs_ground_truth = all(table.needs_ground_truth for table in tables)
+
+    def __len__(self) -> int:
+        return self._ends[-1] if self._ends else 0
+
+    def raw(self, index: int) -> Any:
+        table, at = self.place(index)
+        return table.raw(at)
+
+    def where(self, index: int) -> str:
+        table, at = self.place(index)
+        return table.where(at)
+
+    def fingerprint(self) -> str:
+        parts = ",".join(f"{table.fingerprint()}:{len(table)}" for table in self._tables)
+        return xxhash.xxh3_64_hexdigest(parts.encode())
+
+    def place(self, index: int) -> tuple[Table, int]:
+        """The table that holds row `index`, and its number there."""
+        number = bisect_right(self._ends, index)
+        return self._tables[number], index - (self._ends[number - 1] if number else 0)
+
+
+def hash_of(path: Path) -> str:
+    """Of a file's bytes (hex). Raises DataError."""
+    digest = xxhash.xxh3_64()
+    try:
+        with path.open("rb") as file:
+            while piece := file.read(_HASH_PIECE):
+                digest.update(piece)
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read: {error.strerror}") from None
+    return digest.hexdigest()
+
+
+def _lines(content: mmap.mmap | None) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """(first byte, byte behind the last, number from 1) of each line that is not blank."""
+    if content is None:
+        nothing = np.zeros(0, np.int64)
+        return nothing, nothing, nothing
+    view = np.frombuffer(content, np.uint8)
+    breaks = np.concatenate(
+        [np.flatnonzero(view[at : at + _HASH_PIECE] == ord("\n")) + at for at in range(0, len(view), _HASH_PIECE)]
+    ).astype(np.int64)
+    del view
+    starts = np.concatenate([np.zeros(1, np.int64), breaks + 1])
+    ends = np.append(breaks, len(content))
+    first = np.frombuffer(content, np.uint8)[np.minimum(starts, len(content) - 1)]
+    suspects = (starts >= ends) | np.isin(first, np.frombuffer(b" \t\r", np.uint8))
+    blank = [at for at in np.flatnonzero(suspects).tolist() if not content[starts[at] : ends[at]].strip()]
+    kept = np.ones(len(starts), np.bool_)
+    kept[blank] = False
+    return starts[kept], ends[kept], np.flatnonzero(kept) + 1
