@@ -152,6 +152,62 @@ class FilterSettings(Section):
     )
 
 
+class RewardPart(BaseModel):
+    """One summand of a weighted sum."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    function: str = Field(description="Path as in data.reward.")
+    weight: float = Field(1.0, description="Factor in the sum; 0: only logged.")
+    arguments: dict[str, Any] = Field({}, description="Given to the function by keyword.")
+
+
+class RewardSettings(Section):
+    """How rewards are computed; which one is data.reward."""
+
+    arguments: dict[str, Any] = Field({}, description="Given to data.reward by keyword, such as a judge's `url`.")
+    parts: dict[str, RewardPart] = Field(
+        {},
+        description="A weighted sum in place of data.reward: name to `{function, weight, arguments}`; each part is logged.",
+    )
+    num_processes: int = Field(2, ge=1, le=1024, description="Processes in which blocking and batched rewards run.")
+    num_async_processes: int = Field(1, ge=1, le=1024, description="Processes in which async rewards run, many at once in each.")
+    max_concurrent: int = Field(64, ge=1, le=100_000, description="Calls of async rewards at once in one process.")
+    max_batch: int = Field(32, ge=1, le=100_000, description="Replies that a batched reward is given at once at most.")
+    batch_wait_s: float = Field(0.05, ge=0, le=3600, description="How long a batch waits for more replies.")
+    timeout_s: float = Field(
+        30.0, gt=0, le=1e6, description="Deadline of one call; its process is then killed, with all that it started."
+    )
+    start_timeout_s: float = Field(120.0, gt=0, le=1e6, description="Deadline for a reward process to load its functions.")
+    max_memory_bytes: int | None = Field(
+        8 << 30, ge=64 << 20, description="Address space of one reward process; null: no limit (needed for CUDA)."
+    )
+    max_attempts: int = Field(
+        4, ge=1, le=1000, description="Times that a score is asked for when the reward's infrastructure fails."
+    )
+    retry_delay_s: float = Field(0.5, ge=0, le=3600, description="Wait before the second time; doubles with each further one.")
+    overlong_buffer_tokens: int = live(
+        0,
+        Scope.AT_ONCE,
+        ge=0,
+        le=1_000_000_000,
+        description="Soft overlong punishment (DAPO, eq. 13): tokens before overlong_max_tokens over which it grows; 0: none.",
+    )
+    overlong_penalty: float = live(
+        1.0, Scope.AT_ONCE, ge=0, le=1e6, description="Factor of that punishment, which is -1 at overlong_max_tokens."
+    )
+    overlong_max_tokens: int | None = live(
+        None,
+        Scope.AT_ONCE,
+        ge=1,
+        le=1_000_000_000,
+        description="Sampled tokens at which a rollout is overlong, also for length_penalty; null: sampling.max_tokens.",
+    )
+    length_penalty: float = live(
+        0.0, Scope.AT_ONCE, ge=0, le=1e6, description="Subtracted at overlong_max_tokens, and less in proportion before."
+    )
+
+
 class BusSettings(Section):
     transport: Literal["zmq", "redis"] = Field(
         "zmq", description="How samples and control messages travel: sockets and a spool on disk, or a Redis server."
@@ -490,6 +546,7 @@ class Settings(Section):
     auto_staleness: AutoStalenessSettings = AutoStalenessSettings()
     model: ModelSettings = ModelSettings()
     data: DataSettings = DataSettings()
+    reward: RewardSettings = RewardSettings()
     filters: FilterSettings = FilterSettings()
     bus: BusSettings = BusSettings()
     weight_sync: WeightSyncSettings = WeightSyncSettings()

@@ -6,6 +6,7 @@ WeightSyncError
 ├── PeerFailed           the other side said why it stopped
 ├── ProtocolError        bytes that are no valid packet or bucket
 ├── IntegrityError       a checksum, a digest or the coverage of a tensor is wrong
+│   └── DeltaRefused     what changed could not be applied to the base; all of the weights are asked for
 ├── ManifestMismatch     the names, shapes or dtypes are not those of the engine's model
 ├── VersionUnavailable   the version asked for is not served (any more)
 ├── NotStaged            a commit of weights that the engine has not staged
@@ -38,6 +39,10 @@ class ProtocolError(WeightSyncError):
 
 class IntegrityError(WeightSyncError):
     """Raised when what arrived is not what was sent: checksum, digest, or a part of a tensor missing or repeated."""
+
+
+class DeltaRefused(IntegrityError):
+    """Raised when what changed in a tensor does not make the new one from the receiver's base."""
 
 
 class ManifestMismatch(WeightSyncError):

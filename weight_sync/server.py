@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -21,16 +22,20 @@ import torch
 
 from configs.schema import WeightSyncSettings
 from weight_sync.arena import Arena
-from weight_sync.errors import ProtocolError, TransferTimeout, VersionUnavailable, WeightSyncError
+from weight_sync.delta import Bytes
+from weight_sync.delta_cache import DeltaCache
+from weight_sync.errors import DeltaRefused, PeerFailed, ProtocolError, TransferTimeout, VersionUnavailable, WeightSyncError
 from weight_sync.listeners import open_listener
 from weight_sync.manifest import dtype_name
 from weight_sync.snapshot import Snapshot, take_snapshot
-from weight_sync.stream import send_weights
+from weight_sync.stream import SendReport, send_weights
 from weight_sync.transport import Incoming, Listener, StageRequest, Terms, TransportName, disagreement
 
 log = structlog.get_logger()
 
 _CUT_GRACE_S = 5.0
+_AUTO_DELTA = frozenset({TransportName.TCP, TransportName.COLLECTIVE})
+"""Where bytes cost more than the comparison of two versions does."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,6 +60,8 @@ class StageReport:
     digest: str
     seconds: float
     """From the engine's request to its confirmation (of its slowest worker)."""
+    payload_bytes: int = 0
+    """What travelled to the last of its workers: tensors, or what changed in them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,6 +123,7 @@ class WeightServer:
         self._arenas = (Arena(), Arena())
         self._held: list[_Held] = []
         """Oldest first."""
+        self._deltas = DeltaCache()
         self._changed = threading.Condition()
         self._ranks: dict[tuple[str, str, int], _Ranks] = {}
         self._publishing = threading.Lock()
@@ -201,6 +209,7 @@ class WeightServer:
             if len(self._held) < len(self._arenas):
                 return 1 - self._held[0].arena
             victim = self._held.pop(0)
+            self._deltas.forget(victim.snapshot.policy_version)
             self._ranks = {key: ranks for key, ranks in self._ranks.items() if key[2] != victim.snapshot.policy_version}
             if not self._changed.wait_for(lambda: not victim.transfers, self._settings.round_timeout_s):
                 reason = f"version {policy_version} needs the memory of version {victim.snapshot.policy_version}"
@@ -219,42 +228,69 @@ class WeightServer:
         """One transfer, in a thread of the listener."""
         started = time.monotonic()
         requests = incoming.requests
+        is_delta = False
         try:
-            digest = self._send(terms, incoming)
+            self._check_terms(terms, requests)
+            version = requests[0].policy_version
+            with self._in_use(version, incoming) as held:
+                deltas = self._deltas_for(terms, incoming, held)
+                is_delta = deltas is not None
+                report = self._send(incoming, held.snapshot, deltas)
         except (WeightSyncError, OSError) as error:
             incoming.refuse(str(error))
+            if is_delta and isinstance(error, PeerFailed) and DeltaRefused.__name__ in str(error):
+                log.warning("delta not taken, the receiver asks for all", peer=incoming.peer, error=str(error))
+                return
             for request in requests:
                 self._note_failed(request, str(error))
             return
         finally:
             incoming.close()
         for request in requests:
-            self._note_staged(request, digest, time.monotonic() - started)
+            self._note_staged(request, report, time.monotonic() - started)
 
-    def _send(self, terms: Terms, incoming: Incoming) -> str:
-        for request in incoming.requests:
+    def _check_terms(self, terms: Terms, requests: Sequence[StageRequest]) -> None:
+        for request in requests:
             differ = disagreement(terms, request.terms)
             if differ is not None:
                 raise ProtocolError(f"the weight server was configured otherwise: {differ}")
-        version = incoming.requests[0].policy_version
-        held = self._begin_transfer(version, incoming)
-        try:
-            channel = incoming.open()
-            report = send_weights(channel, held.snapshot, policy_version=version, manifest=held.snapshot.manifest)
-            return report.manifest_digest
-        finally:
-            with self._changed:
-                held.transfers.discard(incoming)
-                self._changed.notify_all()
 
-    def _begin_transfer(self, version: int, incoming: Incoming) -> _Held:
+    def _send(self, incoming: Incoming, snapshot: Snapshot, deltas: Mapping[str, Bytes] | None) -> SendReport:
+        version, manifest = snapshot.policy_version, snapshot.manifest
+        return send_weights(incoming.open(), snapshot, policy_version=version, manifest=manifest, deltas=deltas)
+
+    def _deltas_for(self, terms: Terms, incoming: Incoming, held: _Held) -> Mapping[str, Bytes] | None:
+        """What changed since the base that every receiver of the transfer holds; None: all has to travel."""
+        encoding = self._settings.encoding
+        if encoding == "full" or (encoding == "auto" and TransportName(terms.transport) not in _AUTO_DELTA):
+            return None
+        bases = {(request.base_version, request.base_digest) for request in incoming.requests}
+        version, digest = bases.pop()
+        if bases or version is None or version == held.snapshot.policy_version:
+            return None
+        try:
+            with self._in_use(version, incoming) as base:
+                if base.snapshot.manifest.digest != digest:
+                    return None
+                return self._deltas.between(base.snapshot, held.snapshot)
+        except VersionUnavailable:
+            return None
+
+    @contextmanager
+    def _in_use(self, version: int, incoming: Incoming) -> Iterator[_Held]:
+        """Keep the memory of a version while a transfer reads it. Raises VersionUnavailable."""
         with self._changed:
             held = next((held for held in reversed(self._held) if held.snapshot.policy_version == version), None)
             if held is None:
                 versions = [held.snapshot.policy_version for held in self._held]
                 raise VersionUnavailable(f"version {version} is not served; available: {versions}")
             held.transfers.add(incoming)
-            return held
+        try:
+            yield held
+        finally:
+            with self._changed:
+                held.transfers.discard(incoming)
+                self._changed.notify_all()
 
     def _note_failed(self, request: StageRequest, reason: str) -> None:
         log.debug("staging failed", receiver=request.receiver, policy_version=request.policy_version, error=reason)
@@ -264,7 +300,7 @@ class WeightServer:
             StageFailure(engine=request.receiver, nonce=request.nonce, policy_version=request.policy_version, reason=reason)
         )
 
-    def _note_staged(self, request: StageRequest, digest: str, seconds: float) -> None:
+    def _note_staged(self, request: StageRequest, report: SendReport, seconds: float) -> None:
         slowest_s = self._staged_by_all(request, seconds)
         if slowest_s is None:
             return
@@ -276,8 +312,9 @@ class WeightServer:
                 engine=request.receiver,
                 nonce=request.nonce,
                 policy_version=request.policy_version,
-                digest=digest,
+                digest=report.manifest_digest,
                 seconds=slowest_s,
+                payload_bytes=report.payload_bytes,
             )
         )
 

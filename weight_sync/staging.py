@@ -17,7 +17,7 @@ import structlog
 import torch
 
 from weight_sync.arena import Arena
-from weight_sync.errors import NotStaged, WeightSyncError
+from weight_sync.errors import DeltaRefused, NotStaged, WeightSyncError
 from weight_sync.listeners import open_receiver, transport_of
 from weight_sync.manifest import Manifest
 from weight_sync.stream import receive_weights
@@ -169,7 +169,7 @@ class StagingArea:
         if before is not None and before.thread is not None:
             before.thread.join()
         try:
-            staged = self._receive(attempt)
+            staged = self._receive_any(attempt)
         except (WeightSyncError, OSError, ValueError) as error:
             self._end(attempt, None, f"{type(error).__name__}: {error}")
             log.warning("staging failed", policy_version=attempt.policy_version, nonce=attempt.nonce, error=str(error))
@@ -189,7 +189,18 @@ class StagingArea:
                 self._state = StagingState.STAGED if staged else StagingState.FAILED
                 self._error = error
 
-    def _receive(self, attempt: _Attempt) -> StagedWeights:
+    def _receive_any(self, attempt: _Attempt) -> StagedWeights:
+        """Offer the loaded weights as a base; if what changed in them cannot be used, ask for all of the new ones."""
+        base = self._loaded
+        try:
+            return self._receive(attempt, base)
+        except DeltaRefused as error:
+            log.warning(
+                "all weights are asked for", policy_version=attempt.policy_version, nonce=attempt.nonce, error=str(error)
+            )
+        return self._receive(attempt, None)
+
+    def _receive(self, attempt: _Attempt, base: StagedWeights | None) -> StagedWeights:
         with self._lock:
             arena_index = 0 if self._loaded is None else 1 - self._loaded.arena
         arena = self._arenas[arena_index]
@@ -208,12 +219,14 @@ class StagingArea:
             rank=self._rank,
             num_ranks=self._num_ranks,
             cohort=attempt.cohort,
+            base_version=None if base is None else base.policy_version,
+            base_digest="" if base is None else base.digest,
         )
-        channel = open_receiver(
-            attempt.address, request, timeout_s=attempt.timeout_s, on_open=lambda cut: self._connected(attempt, cut)
-        )
+        left_s = max(0.001, attempt.started + attempt.timeout_s - time.monotonic())
+        channel = open_receiver(attempt.address, request, timeout_s=left_s, on_open=lambda cut: self._connected(attempt, cut))
+        old = None if base is None else base.tensors
         with channel:
-            tensors = dict(receive_weights(channel, allocate=arena.take, check_manifest=check))
+            tensors = dict(receive_weights(channel, allocate=arena.take, check_manifest=check, base=old))
         if attempt.manifest is None:
             raise WeightSyncError(f"{attempt.address} sent no manifest of version {attempt.policy_version}")
         return StagedWeights(

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from weight_sync.buckets import BucketLayout, Encoding, Piece, decode_header, encode_header
 from weight_sync.channel import Bucket, BucketKind, ReceiveChannel, SendChannel, StreamEnd
 from weight_sync.delta import apply_delta
-from weight_sync.errors import IntegrityError, ProtocolError
+from weight_sync.errors import DeltaRefused, IntegrityError, ProtocolError
 from weight_sync.manifest import Manifest, TensorSpec
 from weight_sync.tensors import copy_flat, wire_dtype_of, without_aliases
 
@@ -220,6 +220,7 @@ def receive_weights(
 
     Raises:
         IntegrityError: a tensor is not what was sent, or not all of it arrived.
+        DeltaRefused: what changed in a tensor does not make the new one from `base`.
         ProtocolError: the stream is none.
         TransferTimeout, PeerLost, PeerFailed: see the channel.
     """
@@ -322,10 +323,13 @@ class _Receiver:
         base = self._base.get(piece.spec.name)
         if base is None or base.dtype != piece.spec.dtype or tuple(base.shape) != piece.spec.shape:
             held = "none" if base is None else f"{base.dtype} of shape {list(base.shape)}"
-            raise IntegrityError(f"got what changed in {piece.spec}, the base has {held}")
+            raise DeltaRefused(f"got what changed in {piece.spec}, the base has {held}")
         np.copyto(memory, base.contiguous().view(-1).view(torch.uint8).numpy())
         if piece.encoding is Encoding.DELTA:
-            apply_delta(self._delta[: piece.delta_bytes], memory, piece.spec.dtype.itemsize)
+            try:
+                apply_delta(self._delta[: piece.delta_bytes], memory, piece.spec.dtype.itemsize)
+            except ProtocolError as error:
+                raise DeltaRefused(f"got no delta of {piece.spec}: {error}") from error
         self._hasher.update(memory.data)
 
     def _complete(self, piece: Piece, memory: torch.Tensor) -> tuple[str, torch.Tensor]:
@@ -334,7 +338,8 @@ class _Receiver:
         checksum = self._hasher.intdigest()
         expected = piece.checksum if self._manifest is None else self._manifest.checksums[piece.index]
         if not checksum == piece.checksum == expected:
-            raise IntegrityError(
+            kind = IntegrityError if piece.encoding is Encoding.FULL else DeltaRefused
+            raise kind(
                 f"tensor {piece.spec} has checksum {checksum:016x}, the sender says {piece.checksum:016x} and its manifest "
                 f"{expected:016x}"
             )
