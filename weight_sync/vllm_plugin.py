@@ -20,7 +20,7 @@ their packed copy, and expert layers skip their packing. `_before_reload` and `_
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -42,12 +42,14 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from vllm.model_executor.model_loader.reload.utils import get_tensor_load_numel
 
+from weight_sync.adapters import AdapterLoader
 from weight_sync.allocator import keep_freed_memory
+from weight_sync.check import checksums_of
 from weight_sync.checkpoint import check_against_checkpoint, checkpoint_shapes
-from weight_sync.effective import compare_effective
+from weight_sync.effective import Comparison, Sample, compare_effective
 from weight_sync.errors import ManifestMismatch, WeightLoadError
 from weight_sync.manifest import Manifest, dtype_name
-from weight_sync.staging import StagingArea
+from weight_sync.staging import StagedWeights, StagingArea
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -56,6 +58,8 @@ if TYPE_CHECKING:
 log = structlog.get_logger()
 
 BACKEND = "headrace"
+_SAMPLED_MATRICES = 8
+_SAMPLED_COLUMNS = 4
 SUPPORTED_VLLM = ("0.32", "0.33")
 """Release lines whose reload code was read for what `_before_reload` and `_after_reload` rely on."""
 
@@ -71,6 +75,8 @@ class UpdateInfo(WeightTransferUpdateInfo):  # type: ignore[misc]
 
     policy_version: int
     manifest_digest: str
+    verify: bool = False
+    """Read a sample of what was loaded back from the model; adapters are always read back whole."""
 
 
 class HeadraceWeightEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # type: ignore[misc]
@@ -97,6 +103,7 @@ class HeadraceWeightEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # type:
         )
         self._expected = checkpoint_shapes(Path(self.model_config.model))
         self._update_done = False
+        self._adapters = AdapterLoader.of(model, vllm_config)
 
     @property
     def is_tied(self) -> bool:
@@ -109,11 +116,22 @@ class HeadraceWeightEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # type:
         return frozenset(f"{path}.weight" for path in heads) | {"lm_head.weight"}
 
     def _check_manifest(self, manifest: Manifest) -> None:
+        if self._adapters is not None:
+            self._adapters.check(manifest)
+            return
         if self.model_config.quantization is not None:
             raise ManifestMismatch(
                 f"the engine serves {self.model_config.quantization} weights; only unquantized weights can be sent"
             )
         check_against_checkpoint(manifest, self._expected, dtype=self.model_config.dtype, tied_heads=self._tied_heads())
+
+    def compare(self, tensors: Mapping[str, torch.Tensor], *, sample: Sample | None = None) -> Comparison:
+        """What the model computes with beside `tensors`; without `sample`, in full, which takes a forward pass or more."""
+        if self._adapters is not None:
+            return self._adapters.compare(tensors)
+        if self.vllm_config.parallel_config.world_size > 1:
+            return Comparison(num_equal=0, different=(), unread=tuple(sorted(tensors)))
+        return compare_effective(self.model, tensors, tied=self.is_tied, sample=sample)
 
     # ── vLLM's weight-transfer interface ─────────────────────────────────────────────────────────────────────────────
 
@@ -138,7 +156,9 @@ class HeadraceWeightEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # type:
         """
         staged = self.staging.get(update_info.policy_version, update_info.manifest_digest)
         try:
-            self._reload(staged.tensors.items())
+            self._load(staged.tensors)
+            if update_info.verify:
+                self._verify(staged)
         except Exception as error:
             self._put_back(error)
             raise WeightLoadError(
@@ -157,6 +177,28 @@ class HeadraceWeightEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # type:
 
     # ── loading ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
+    def _load(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        if self._adapters is not None:
+            self._adapters.load(tensors)
+        else:
+            self._reload(tensors.items())
+
+    def _verify(self, staged: StagedWeights) -> None:
+        """Raises WeightLoadError where the model computes with other weights than it was given. Of a shard nothing is said."""
+        sample = Sample(seed=staged.policy_version, num_matrices=_SAMPLED_MATRICES, num_columns=_SAMPLED_COLUMNS)
+        found = self.compare(staged.tensors, sample=sample)
+        if found.different:
+            raise WeightLoadError(
+                f"the model computes with other weights than it was given: {', '.join(found.different[:10])}"
+                f" ({len(found.different)} of those that were read back)"
+            )
+
+    def keep_adapters(self, model_runner: Any) -> None:
+        """Where adapters are what an update brings, its end must not drop them: vLLM does that because the weights below would
+        be others, and here they are not."""
+        if self._adapters is not None:
+            model_runner.reset_lora_state = _do_nothing
+
     def _reload(self, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         _before_reload(self.model)
         initialize_layerwise_reload(self.model)
@@ -172,6 +214,9 @@ class HeadraceWeightEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # type:
         log.error("weights did not load, the ones before are put back", error=repr(error))
         loaded = self.staging.loaded
         try:
+            if self._adapters is not None:
+                self._adapters.clear() if loaded is None else self._adapters.load(loaded.tensors)
+                return
             finalize_layerwise_reload(self.model, self.model_config)
             self._reload(loaded.tensors.items() if loaded is not None else self._checkpoint_weights())
         except BaseException as second:  # noqa: BLE001  (whatever it is, the process must not serve on)
@@ -198,6 +243,7 @@ class WorkerExtension:
         if worker._weight_update_active:  # noqa: SLF001  (vLLM offers no other way to close an update)
             log.warning("an update that was left open is closed", nonce=nonce)
             worker._weight_update_active = False  # noqa: SLF001
+        weight_engine.keep_adapters(worker.model_runner)
         weight_engine.staging.stage(address, int(policy_version), engine=engine, nonce=nonce, timeout_s=float(timeout_s))
         return weight_engine.staging.status()
 
@@ -208,30 +254,38 @@ class WorkerExtension:
     def headrace_checksums(self) -> dict[str, object]:
         """What the model was loaded with: `policy_version`, `manifest_digest` and name to xxh3_64 (hex).
 
-        The checksums are those that this side computed over the bytes it received. Before the first load all are empty.
+        The checksums are computed now, over the bytes that this side holds. Before the first load all are empty.
         """
         loaded = _weight_engine(self).staging.loaded
         if loaded is None:
             return {"policy_version": None, "manifest_digest": "", "checksums": {}}
-        checksums = {spec.name: f"{checksum:016x}" for spec, checksum in loaded.manifest}
-        return {"policy_version": loaded.policy_version, "manifest_digest": loaded.digest, "checksums": checksums}
+        return {
+            "policy_version": loaded.policy_version,
+            "manifest_digest": loaded.digest,
+            "checksums": checksums_of(loaded.tensors),
+        }
 
     def headrace_verify(self) -> dict[str, object]:
         """Read back the weights that the model computes with and compare them with those it was loaded with.
 
-        Slow (it multiplies every layer by an identity matrix); for tests and doctors, with one worker.
+        Takes a forward pass or more (it multiplies every layer by an identity matrix). A worker that holds a shard compares
+        nothing but adapters.
         """
         weight_engine = _weight_engine(self)
         loaded = weight_engine.staging.loaded
         if loaded is None:
             return {"policy_version": None, "num_equal": 0, "different": [], "unread": []}
-        found = compare_effective(weight_engine.model, loaded.tensors, tied=weight_engine.is_tied)
+        found = weight_engine.compare(loaded.tensors)
         return {
             "policy_version": loaded.policy_version,
             "num_equal": found.num_equal,
             "different": list(found.different),
             "unread": list(found.unread),
         }
+
+
+def _do_nothing() -> None:
+    pass
 
 
 def _weight_engine(worker: Any) -> HeadraceWeightEngine:

@@ -152,3 +152,12 @@ def test_vllms_own_reload_still_needs_the_repairs(seen: Seen) -> None:
         case TinyModel.UNTIED:
             assert different == []
             assert seen.model_at("without repairs") == 1
+
+
+def test_a_head_that_keeps_its_old_weights_is_found_when_what_was_loaded_is_read_back(seen: Seen) -> None:
+    """B140: a sample of the columns that the engine multiplies with is enough."""
+    refusal = seen["verified sync without repairs"]
+    if seen.kind is TinyModel.TIED:
+        assert "computes with other weights than it was given: lm_head.weight" in refusal
+    else:
+        assert refusal == ""

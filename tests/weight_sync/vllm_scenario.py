@@ -24,18 +24,14 @@ class Scenario:
         from vllm import LLM
 
         from configs.schema import WeightSyncSettings
-        from tests.fakes.tiny_models import VOCAB_SIZE, TinyModel, checkpoint_tensors, make_tiny_model, reference_logprobs
         from weight_sync import StageFailure, StageReport, WeightServer
 
         self.dtype: torch.dtype = getattr(torch, dtype)
-        self.models = [
-            make_tiny_model(directory / f"model-{seed}", TinyModel(kind), seed=seed, dtype=self.dtype) for seed in range(4)
-        ]
-        self.tensors = [checkpoint_tensors(model) for model in self.models]
-        self.tokens: list[int] = torch.randint(
-            3, VOCAB_SIZE, (NUM_TOKENS,), generator=torch.Generator().manual_seed(0)
-        ).tolist()
-        self.references = [reference_logprobs(model, self.tokens, dtype=self.dtype) for model in self.models]
+        self.models: list[Path] = []
+        self.tensors: list[dict[str, torch.Tensor]] = []
+        self.references: list[torch.Tensor] = []
+        self.tokens: list[int] = []
+        self.make_models(kind, directory)
         self.llm: Any = LLM(
             model=str(self.models[0]),
             dtype=dtype,
@@ -47,6 +43,7 @@ class Scenario:
             skip_tokenizer_init=True,
             worker_extension_cls="weight_sync.vllm_plugin.WorkerExtension",
             weight_transfer_config={"backend": "headrace"},
+            **self.engine_arguments(),
         )
         self.staged: queue.Queue[StageReport] = queue.Queue()
         self.failed: queue.Queue[StageFailure] = queue.Queue()
@@ -58,6 +55,26 @@ class Scenario:
             on_failed=self.failed.put,
         )
         self.version = 0
+        self.verifies = True
+
+    def make_models(self, kind: str, directory: Path) -> None:
+        """Models of four seeds, their tensors as the trainer names them, and their logprobs."""
+        import torch
+
+        from tests.fakes.tiny_models import VOCAB_SIZE, TinyModel, checkpoint_tensors, make_tiny_model, reference_logprobs
+
+        self.models = [
+            make_tiny_model(directory / f"model-{seed}", TinyModel(kind), seed=seed, dtype=self.dtype) for seed in range(4)
+        ]
+        self.tensors = [checkpoint_tensors(model) for model in self.models]
+        self.tokens = torch.randint(3, VOCAB_SIZE, (NUM_TOKENS,), generator=torch.Generator().manual_seed(0)).tolist()
+        self.references = [reference_logprobs(model, self.tokens, dtype=self.dtype) for model in self.models]
+
+    def engine_arguments(self) -> dict[str, Any]:
+        return {}
+
+    def request_arguments(self) -> dict[str, Any]:
+        return {}
 
     # ── steps ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -68,7 +85,7 @@ class Scenario:
 
         self.llm.reset_prefix_cache()
         sampling = SamplingParams(max_tokens=1, prompt_logprobs=-1, detokenize=False)
-        (output,) = self.llm.generate([{"prompt_token_ids": self.tokens}], sampling, use_tqdm=False)
+        (output,) = self.llm.generate([{"prompt_token_ids": self.tokens}], sampling, use_tqdm=False, **self.request_arguments())
         logprobs = torch.full_like(self.references[0], float("nan"))
         for position, entries in enumerate(output.prompt_logprobs[1:]):
             for token, entry in entries.items():
@@ -104,7 +121,8 @@ class Scenario:
     def commit(self, digest: str, version: int | None = None) -> None:
         version = self.version if version is None else version
         self.llm.start_weight_update()
-        self.llm.update_weights({"update_info": {"policy_version": version, "manifest_digest": digest}})
+        update_info = {"policy_version": version, "manifest_digest": digest, "verify": self.verifies}
+        self.llm.update_weights({"update_info": update_info})
         self.llm.finish_weight_update(str(version))
 
     def sync(self, model: int) -> None:
@@ -182,8 +200,11 @@ class Scenario:
         repairs = vllm_plugin._before_reload, vllm_plugin._after_reload
         vllm_plugin._before_reload = vllm_plugin._after_reload = lambda model: None
         try:
+            seen["verified sync without repairs"] = self.refused(lambda: self.sync(1))
+            self.verifies = False
             self.sync(1)
         finally:
+            self.verifies = True
             vllm_plugin._before_reload, vllm_plugin._after_reload = repairs
         seen["without repairs"] = self.errors()
         seen["verify without repairs"] = self.rpc("headrace_verify")
@@ -199,9 +220,9 @@ class Scenario:
         return {name: xxhash.xxh3_64_hexdigest(t.contiguous().view(-1).view(torch.uint8).numpy().data) for name, t in tensors}
 
 
-def main() -> None:
-    kind, dtype, directory = sys.argv[1:]
-    os.environ |= {
+def set_environment() -> dict[str, str]:
+    """Variables with which the engine runs on one thread, in this process, without a network."""
+    return {
         "HF_HUB_OFFLINE": "1",
         "OMP_NUM_THREADS": "1",
         "OMP_WAIT_POLICY": "PASSIVE",
@@ -211,6 +232,11 @@ def main() -> None:
         "VLLM_LOGGING_LEVEL": "WARNING",
         "VLLM_NO_USAGE_STATS": "1",
     }
+
+
+def main() -> None:
+    kind, dtype, directory = sys.argv[1:]
+    os.environ |= set_environment()
     scenario = Scenario(kind, dtype, Path(directory))
     with scenario.server:
         seen = scenario.run()
