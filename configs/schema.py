@@ -171,7 +171,9 @@ class RewardSettings(Section):
         description="A weighted sum in place of data.reward: name to `{function, weight, arguments}`; each part is logged.",
     )
     num_processes: int = Field(2, ge=1, le=1024, description="Processes in which blocking and batched rewards run.")
-    num_async_processes: int = Field(1, ge=1, le=1024, description="Processes in which async rewards run, many at once in each.")
+    num_async_processes: int = Field(
+        1, ge=1, le=1024, description="Processes in which async rewards run, many at once in each."
+    )
     max_concurrent: int = Field(64, ge=1, le=100_000, description="Calls of async rewards at once in one process.")
     max_batch: int = Field(32, ge=1, le=100_000, description="Replies that a batched reward is given at once at most.")
     batch_wait_s: float = Field(0.05, ge=0, le=3600, description="How long a batch waits for more replies.")
@@ -373,7 +375,17 @@ class SamplingSettings(Section):
 
 
 class RollouterSettings(Section):
-    agent_loop: str = Field("agent_loop.single_turn:SingleTurn", description="Agent loop: dotted path `module:Class`.")
+    agent_loop: str = Field(
+        "agent_loop.single_turn:SingleTurn",
+        description="Agent loop: `single_turn`, `tool_calling`, `environment`, or a dotted path `module:Class`; rows may name "
+        "another one in `agent_name`.",
+    )
+    agent_loops: tuple[str, ...] = Field(
+        (), description="More names for `agent_name`, each `NAME=module:Class`; a row may also give a dotted path itself."
+    )
+    environment: str | None = Field(
+        None, description="With agent_loop=environment: dotted path `module:Class` to a class with `reset` and `step`."
+    )
     max_concurrent_rollouts: int = live(
         256, Scope.NEXT_ADMISSION, ge=1, le=1_000_000, description="Rollouts in flight at most."
     )
@@ -407,6 +419,35 @@ class RollouterSettings(Section):
     )
     max_task_failures: int = Field(
         3, ge=1, description="Rollouts of one task given up by its own fault after which it is quarantined."
+    )
+
+
+class ToolSettings(Section):
+    sources: tuple[str, ...] = Field(
+        (),
+        description="Tools: `python` (code in a limited process), `sandbox` (code at tools.sandbox_url), `module:name` (a "
+        "function, a tool, or a list of them), `mcp:COMMAND …` or `mcp:http://…` (all tools of an MCP server).",
+    )
+    format: Literal["auto", "hermes", "llama3", "mistral", "deepseek", "pythonic"] = Field(
+        "auto", description="How the model writes a call; `auto`: as its chat template does."
+    )
+    history: Literal["template", "append"] = Field(
+        "template",
+        description="Where the chat template writes earlier turns in another way than they were sampled: `template` follows it "
+        "and begins a new segment; `append` leaves the history as it was sampled.",
+    )
+    max_turns: int = live(8, Scope.NEXT_ROLLOUT, ge=1, le=10_000, description="Turns of one rollout at most.")
+    max_calls_per_turn: int = Field(8, ge=1, description="Calls of one turn that are executed; those beyond are refused.")
+    max_calls: int = Field(64, ge=1, description="Calls of one rollout that are executed; those beyond are refused.")
+    timeout_s: float = Field(30.0, gt=0, description="Deadline of one call.")
+    start_timeout_s: float = Field(60.0, gt=0, description="Deadline for an MCP server to answer after it was started.")
+    max_output_tokens: int = Field(1024, ge=1, description="Tokens of a call's output that the model is shown.")
+    retries: int = Field(2, ge=0, description="Times that a call is made again when its tool says that it is unavailable.")
+    max_concurrent: int = Field(64, ge=1, description="Calls of all rollouts that run at once.")
+    python_memory_bytes: int = Field(1 << 30, ge=64 << 20, description="Memory of one process of the `python` tool.")
+    sandbox_url: str | None = Field(None, description="Base URL of a code sandbox that speaks SandboxFusion's `/run_code`.")
+    parse_error_alert: float = Field(
+        0.5, gt=0, le=1, description="Share of malformed or unknown calls among the last 256 above which a warning is logged."
     )
 
 
@@ -553,6 +594,7 @@ class Settings(Section):
     engine: EngineSettings = EngineSettings()
     sampling: SamplingSettings = SamplingSettings()
     rollouter: RollouterSettings = RollouterSettings()
+    tools: ToolSettings = ToolSettings()
     trainer: TrainerSettings = TrainerSettings()
     evaluation: EvaluationSettings = EvaluationSettings()
     checkpoint: CheckpointSettings = CheckpointSettings()
