@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from console.run_dirs import LiveRun
 
 _TIMEOUT_S = 5.0
+_CHECK_TIMEOUT_S = 60.0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -122,6 +123,16 @@ def _quarantine_release(arguments: argparse.Namespace) -> int:
         return _refuse("quarantine release", ConfigError("expected ids, or --all"), 2)
     return _in_run_dir(
         arguments, lambda run_dir: release(run_dir, arguments.ids, everything=arguments.all), name="quarantine release"
+    )
+
+
+def _weights_check(arguments: argparse.Namespace) -> int:
+    from console.weights import check
+
+    return _with_run(
+        arguments,
+        lambda run: check(run, effective=not arguments.checksums_only, as_json=arguments.json, timeout_s=arguments.timeout_s),
+        name="weights check",
     )
 
 
@@ -267,6 +278,22 @@ def _parser() -> argparse.ArgumentParser:
     quarantine = commands.add_parser("quarantine", help="tasks that failed too often, and messages that did not decode")
     _add_quarantine(quarantine)
 
+    weights = commands.add_parser("weights", help="whether the engines hold the trainer's weights")
+    checks = weights.add_subparsers(title="commands", required=True, metavar="COMMAND")
+    weights_check = checks.add_parser(
+        "check",
+        help="compare checksums of every tensor on every engine with the trainer's, and what the engines compute with; exit "
+        "code 1 if one differs",
+    )
+    _choose_run(weights_check, timeout_s=_CHECK_TIMEOUT_S)
+    weights_check.add_argument("--json", action="store_true", help="as JSON")
+    weights_check.add_argument(
+        "--checksums-only",
+        action="store_true",
+        help="do not read back what the engines compute with, which holds each up for about a forward pass",
+    )
+    weights_check.set_defaults(run=_weights_check)
+
     settings = commands.add_parser("settings", help="list every setting: type, default, whether it may change live, meaning")
     settings.set_defaults(run=_settings)
 
@@ -308,13 +335,13 @@ def _choose_run_dir(parser: argparse.ArgumentParser) -> None:
     which.add_argument("--config", type=Path, help="settings file of the run")
 
 
-def _choose_run(parser: argparse.ArgumentParser) -> None:
+def _choose_run(parser: argparse.ArgumentParser, *, timeout_s: float = _TIMEOUT_S) -> None:
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--run-dir", type=Path, help="directory of the run; default: the newest below ./runs that goes on")
     which.add_argument("--config", type=Path, help="settings file of the run")
     which.add_argument("--address", help="bus address of the run: ipc://PATH, tcp://HOST:PORT or redis://HOST:PORT/DB#RUN")
     parser.add_argument("--keys-dir", type=Path, help="with --address: directory of the client's keys (bus.keys_dir)")
-    parser.add_argument("--timeout-s", type=float, default=_TIMEOUT_S, help="deadline for the trainer's answer")
+    parser.add_argument("--timeout-s", type=float, default=timeout_s, help="deadline for the trainer's answer")
 
 
 if __name__ == "__main__":

@@ -34,7 +34,9 @@ from rollouter.open_turns import OpenTurn, OpenTurns, goes_on_here, salt_of
 from rollouter.provenance import with_provenance
 from rollouter.ray_server import RayDriver, RayServer
 from rollouter.vllm_server import VllmServer
+from rollouter.weight_check import unanswered, weights_of
 from sample_bus.messages import EngineStatus, RoundResult, WeightRound
+from sample_bus.weight_checks import EngineWeights
 
 log = structlog.get_logger()
 
@@ -317,6 +319,15 @@ class EnginePool:
             drain_timeout_s=self._settings.request_timeout_s,
             on_change=changed,
         )
+
+    async def check_weights(self, *, effective: bool) -> list[EngineWeights]:
+        """See `EngineFleet.check_weights`; each is asked between two of its rounds."""
+        return list(await asyncio.gather(*(self._weights_of(member, effective=effective) for member in self._members)))
+
+    async def _weights_of(self, member: Member, *, effective: bool) -> EngineWeights:
+        if not member.is_alive:
+            return unanswered(member.name, f"it is {member.state}")
+        return await weights_of(member.name, member.client, effective=effective, lock=member.round_lock)
 
     # ── generation ───────────────────────────────────────────────────────────────────────────────────────────────────
 

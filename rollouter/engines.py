@@ -7,6 +7,7 @@ from typing import Protocol
 
 from agent_loop.engine import Engine
 from sample_bus.messages import EngineStatus, RoundResult, WeightRound
+from sample_bus.weight_checks import EngineWeights
 
 WaitStaged = Callable[[WeightRound, str, str], Awaitable[None]]
 """(round, engine, nonce): returns once that staging is complete; raises why it is not."""
@@ -67,6 +68,11 @@ class EngineFleet(Engine, Protocol):
 
     async def sync(self, round: WeightRound, wait_staged: WaitStaged) -> list[RoundResult]:
         """Bring every living engine to `round`; never raises for an engine's failure."""
+        ...
+
+    async def check_weights(self, *, effective: bool) -> list[EngineWeights]:
+        """What each engine holds, one answer an engine, also where it cannot be asked; `effective`: read back from the model,
+        too."""
         ...
 
     def statuses(self) -> tuple[EngineStatus, ...]: ...
