@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from configs.bus_address import problem_of, problem_of_transport, tcp_insecurity
+from configs.bus_address import is_loopback, problem_of, problem_of_transport, tcp_insecurity
 
 
 class Section(BaseModel):
@@ -141,7 +141,7 @@ class FilterSettings(Section):
         1.0, Scope.NEXT_ADMISSION, ge=0, le=1, description="A task whose last group passed more often than this is passed over."
     )
     revisit_epochs: int = live(
-        3, Scope.NEXT_ADMISSION, ge=1, le=1_000_000, description="Epochs after which a task that was passed over comes again."
+        3, Scope.NEXT_ADMISSION, ge=2, le=1_000_000, description="Epochs after which a task that was passed over comes again."
     )
     replay_share: float = live(
         0.0,
@@ -284,6 +284,18 @@ class WeightSyncSettings(Section):
         description="`full`: all of the weights travel each time. `delta`: only what changed since the version that the "
         "receiver holds, bit by bit, where that is smaller. `auto`: `delta` over tcp and collective, `full` within a host.",
     )
+    listen_host: str = Field(
+        "127.0.0.1",
+        pattern=r"^[A-Za-z0-9._:%\[\]-]+$",
+        description="Where the trainer listens for `tcp` and `collective`. Beyond loopback tcp is encrypted, and collective, "
+        "which cannot be, needs bus.allow_insecure.",
+    )
+    listen_port: int = Field(0, ge=0, le=65535, description="Port of `tcp` and `collective`; 0: any that is free.")
+    advertised_host: str | None = Field(
+        None,
+        description="Host by which engines reach the trainer; null: listen_host, or what leads here where that is a wildcard.",
+    )
+    num_connections: int = Field(2, ge=1, le=16, description="Connections over which `tcp` spreads one transfer.")
     name_map: str | None = Field(
         None, description="Dotted path `module:function` from the trainer's name of a tensor to the engine's; null: the same."
     )
@@ -674,6 +686,16 @@ class Settings(Section):
         )
         if mismatch is not None:
             problems.append(mismatch)
+        weights = self.weight_sync
+        if (
+            weights.transport == "collective"
+            and not self.bus.allow_insecure
+            and not is_loopback(weights.listen_host.strip("[]"))
+        ):
+            problems.append(
+                f"weight_sync.listen_host={weights.listen_host} with weight_sync.transport=collective sends the weights in "
+                "plain to whoever can reach it: use weight_sync.transport=tcp (or set bus.allow_insecure=true)"
+            )
         if problems:
             raise ValueError("; ".join(problems))
         return self
