@@ -31,6 +31,7 @@ class Hold(StrEnum):
     CONCURRENCY = "max_concurrent_rollouts are in flight"
     NO_DATA = "the data is exhausted"
     QUARANTINED = "every task is in quarantine"
+    LOOKING = "tasks that are left out are passed over"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rollouter.failures import TASK_FAULT, FailureReason
+from rollouter.outcomes import Outcomes
 from rollouter.seat_policy import Move
 from sample_bus.journal import (
     LATE_RESULT,
@@ -134,6 +135,8 @@ class Books:
     num_processes: int = 0
     was_cut_off: bool = False
     """The newest process has said nothing of its end."""
+    outcomes: Outcomes = field(default_factory=Outcomes)
+    """How often tasks were passed."""
     _recent: OrderedDict[str, GroupBook] = field(default_factory=OrderedDict)
     _places: dict[SampleId, tuple[str, int]] = field(default_factory=dict)
     _recorded: Settled = field(default_factory=Settled)
@@ -162,9 +165,11 @@ class Books:
                 if record.replaces:
                     self.replaced.add(record.replaces)
                 self._admitted += record.group_size
+                self.outcomes.admit(record)
             case AttemptFailed():
                 self._attempt_failed(record)
             case SampleOffered():
+                self.outcomes.offer(record)
                 self._recorded_in(record.group_id, record.seat, record.id, attempt=record.attempt, closed="")
             case SeatClosed():
                 self._recorded_in(record.group_id, record.seat, record.id, attempt=record.attempt, closed=record.reason)

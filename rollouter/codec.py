@@ -7,7 +7,7 @@ decoded.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, cast
 
@@ -15,8 +15,8 @@ import numpy as np
 import numpy.typing as npt
 
 from configs.errors import ConfigError
+from rollouter.data.rows import Message
 from rollouter.errors import DataError
-from rollouter.tasks import Message
 
 UNKNOWN_TOKEN_TEXT = "\N{REPLACEMENT CHARACTER}"
 """What an id beyond the tokenizer's vocabulary reads as."""
@@ -32,19 +32,27 @@ class Tokenizer(Protocol):
 
     def __len__(self) -> int: ...
 
-    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]: ...
+    @property
+    def chat_template(self) -> Any: ...
+
+    def get_added_vocab(self) -> dict[str, int]: ...
+
+    def encode(self, text: str, *, add_special_tokens: bool, split_special_tokens: bool = False) -> list[int]: ...
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str: ...
 
-    def apply_chat_template(self, conversation: Any, *, tokenize: bool, add_generation_prompt: bool) -> Any: ...
+    def apply_chat_template(
+        self, conversation: Any, *, tokenize: bool, add_generation_prompt: bool, tools: Any = None
+    ) -> Any: ...
 
 
 class Codec:
-    """Prompts in, replies out. Implements `agent_loop.session.TextCodec`."""
+    """Prompts in, replies out. Implements `agent_loop.session.TextCodec` and `agent_loop.chat.ChatCodec`."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._size = len(tokenizer)
+        self._special_tokens = tuple(tokenizer.get_added_vocab())
 
     def encode(self, text: str) -> list[int]:
         return self._tokenizer.encode(text, add_special_tokens=False)
@@ -58,6 +66,46 @@ class Codec:
                 text += self._text(ids[begin:at]) + UNKNOWN_TOKEN_TEXT
                 begin = at + 1
         return text + self._text(ids[begin:])
+
+    @property
+    def chat_template(self) -> str:
+        """Its text; the first one of a model that has several by name; empty where there is none."""
+        template = self._tokenizer.chat_template
+        if isinstance(template, dict):
+            template = template.get("tool_use", next(iter(template.values()), ""))
+        return template if isinstance(template, str) else ""
+
+    @property
+    def special_tokens(self) -> tuple[str, ...]:
+        """Texts that are tokens of their own wherever they stand."""
+        return self._special_tokens
+
+    def encode_plain(self, text: str) -> list[int]:
+        """Token ids of `text`, in which special tokens are mere characters."""
+        return self._tokenizer.encode(text, add_special_tokens=False, split_special_tokens=True)
+
+    def decode_whole(self, token_ids: Sequence[int]) -> str:
+        """Text of `token_ids`, special tokens included; ids beyond the vocabulary become a placeholder."""
+        ids = [int(token) for token in token_ids]
+        known = [token for token in ids if 0 <= token < self._size]
+        if len(known) < len(ids):
+            return "".join(
+                self._tokenizer.decode([token], skip_special_tokens=False) if 0 <= token < self._size else UNKNOWN_TOKEN_TEXT
+                for token in ids
+            )
+        return self._tokenizer.decode(ids, skip_special_tokens=False) if ids else ""
+
+    def render(self, messages: Sequence[Message], *, tools: Sequence[Mapping[str, Any]], add_generation_prompt: bool) -> str:
+        """The chat template's text. Raises whatever the template raises."""
+        return cast(
+            str,
+            self._tokenizer.apply_chat_template(
+                [dict(message) for message in messages],
+                tokenize=False,
+                add_generation_prompt=add_generation_prompt,
+                tools=[dict(tool) for tool in tools] or None,
+            ),
+        )
 
     def encode_prompt(self, prompt: str | tuple[Message, ...]) -> tuple[str, npt.NDArray[np.int32]]:
         """(text, ids): text as it stands with the tokenizer's own special tokens; messages through the chat template, which

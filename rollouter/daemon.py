@@ -24,14 +24,15 @@ from configs.schema import Settings
 from configs.signals import ending_signals
 from rollouter.bookkeeping import known_next
 from rollouter.codec import Codec, load_codec
+from rollouter.data.measure import Model
+from rollouter.data.sources import Rows, open_rows, read_all
 from rollouter.engine_pool import EnginePool
 from rollouter.engines import EngineFleet
 from rollouter.errors import RunDirInUse, TrainerFailed
 from rollouter.pipeline import Pipeline
-from rollouter.prompts import Prompts, prepare
+from rollouter.prompts import MAX_ROWS_IN_MEMORY, Prompts, prepare
 from rollouter.run_in_hand import RunInHand
 from rollouter.scoring import reward_of
-from rollouter.tasks import Row, load_rows
 from sample_bus.errors import BusError, Ended, PeerLost
 from sample_bus.messages import (
     Accepted,
@@ -129,7 +130,7 @@ async def _until_over(daemon: RollouterDaemon, stop: asyncio.Event) -> None:
 class UserCode:
     """What the settings name by path; imported before anything else starts."""
 
-    def __init__(self, *, rows: list[Row], loop: AgentLoop, reward: Reward) -> None:
+    def __init__(self, *, rows: Rows, loop: AgentLoop, reward: Reward) -> None:
         self.rows = rows
         self.loop = loop
         self.reward = reward
@@ -141,7 +142,7 @@ class UserCode:
             loop = load_agent_loop(settings.rollouter.agent_loop)
         except LoopError as error:
             raise ConfigError(str(error)) from error
-        return cls(rows=load_rows(settings.data.source), loop=loop, reward=reward_of(settings.data.reward))
+        return cls(rows=_checked_rows(settings), loop=loop, reward=reward_of(settings.data.reward))
 
 
 class RollouterDaemon:
@@ -233,7 +234,15 @@ class RollouterDaemon:
         codec = self._codec_of(model_dir)
         room = settings.engine.max_model_len - settings.sampling.max_tokens
         max_prompt_tokens = min(settings.data.max_prompt_tokens, room)
-        prompts = prepare(self._user.rows, settings.data, codec, seed=settings.seed, max_prompt_tokens=max_prompt_tokens)
+        prompts = prepare(
+            self._user.rows,
+            settings.data,
+            codec,
+            seed=settings.seed,
+            max_prompt_tokens=max_prompt_tokens,
+            model=Model(directory=model_dir, trust_remote_code=settings.model.trust_remote_code),
+            max_held_out=settings.evaluation.max_tasks,
+        )
         return prompts, codec
 
     async def _wait_for_model(self, link: Link, pipeline: Pipeline) -> tuple[str, str]:
@@ -357,6 +366,13 @@ def first_of(failures: BaseExceptionGroup[Exception]) -> Exception:
         first = first.exceptions[0]
     assert isinstance(first, Exception)
     return first
+
+
+def _checked_rows(settings: Settings) -> Rows:
+    """The rows of the data, the first MAX_ROWS_IN_MEMORY of them read and checked. Raises DataError."""
+    rows = open_rows(settings.data)
+    read_all(rows, at_most=MAX_ROWS_IN_MEMORY)
+    return rows
 
 
 def _codec_loader(settings: Settings) -> LoadCodec:

@@ -24,6 +24,7 @@ from rollouter.failures import FailureReason
 from rollouter.flight import Cockpit, Flight
 from rollouter.issues import Issues
 from rollouter.live import LiveView
+from rollouter.outcomes import replay_number, replay_process
 from rollouter.prompts import Issue, PromptSource
 from rollouter.rollouts import Plan
 from sample_bus.group_id import GroupName, num_requeues
@@ -171,7 +172,9 @@ class Dispatcher:
                     self._admit(issue, rollouts)
                     continue
                 hold = issue
-                if not self._flights:
+                if hold is Hold.LOOKING:
+                    asyncio.get_running_loop().call_soon(self.wake)
+                elif not self._flights:
                     raise self._no_task_left(hold)
             if hold is not self.holding:
                 self.holding = hold
@@ -184,7 +187,8 @@ class Dispatcher:
         held = self._admission.held
         assert held is not None, "a group was admitted and the engines hold no version"
         self.holding = None
-        group_id = str(GroupName(issue.task.task_id, issue.number, self._process, issue.requeue))
+        process = replay_process(self._process, issue.replay)
+        group_id = str(GroupName(issue.task.task_id, issue.number, process, issue.requeue))
         self._admission.admit(settings.group_size)
         self._keeper.write(
             GroupAdmitted(
@@ -247,6 +251,7 @@ class Dispatcher:
         held = self._admission.held
         assert held is not None, "a rollout starts and the engines hold no version"
         again = f"+{times}" if (times := num_requeues(group_id)) else ""
+        again += f"r{replay}" if (replay := replay_number(group_id)) else ""
         plan = Plan(
             task=self._task_of(admitted),
             group_id=group_id,

@@ -387,6 +387,14 @@ class Pipeline:
                 f"data.held_out_fraction={settings.data.held_out_fraction} leaves no task to evaluate: raise it, or set "
                 "evaluation.at_start=false evaluation.at_end=false evaluation.every_versions=0"
             )
+        groups_per_step = settings.samples_per_step // settings.group_size
+        if prompts.source.num_tasks < groups_per_step:
+            log.warning(
+                "fewer tasks than a step takes groups: some come several times in it",
+                tasks=prompts.source.num_tasks,
+                groups_per_step=groups_per_step,
+                max_prompt_tokens=settings.data.max_prompt_tokens,
+            )
         remaining = prompts.source.remaining
         needed = settings.num_steps * settings.samples_per_step // settings.group_size
         if remaining is not None and remaining < needed:

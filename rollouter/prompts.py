@@ -6,20 +6,38 @@ next task is the one that follows; no task is lost and none is repeated. A promp
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import importlib
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
 
 import numpy as np
+import numpy.typing as npt
 import structlog
 import xxhash
 
+from agent_loop.errors import USER_CODE_FAILURES, words_of
 from agent_loop.task import Task
 from configs.schema import DataSettings
 from rollouter.codec import Codec
+from rollouter.data.encoding import Limits, OnOverlong, Refusal, nothing_left, task_of
+from rollouter.data.lazy import Hashed, LazyTasks, positions_kept
+from rollouter.data.measure import Model, measure
+from rollouter.data.order import Order
+from rollouter.data.rows import Row, canonical
+from rollouter.data.sources import Rows, data_cache_dir, read_all
 from rollouter.errors import DataError
-from rollouter.tasks import Row
 
 log = structlog.get_logger()
+
+MAX_ROWS_IN_MEMORY = 20_000
+"""With data.filter=auto, more rows are not all encoded at the start."""
+LOOK_AHEAD = 64
+"""Numbers of the order that are made ready ahead."""
+
+Curriculum = Callable[[Sequence[Task], int, int], Sequence[int]]
+"""(tasks, epoch, seed) → positions in the order in which they come in that epoch; as many as there are tasks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,49 +62,108 @@ class Issue:
     """How often it was issued before, each time for a group that was too old when it came."""
     replaces: str = ""
     """The last such group."""
+    replay: int = 0
+    """Number of this one among the issues that came out of turn, from 1; 0: it came in the data's order."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Refused:
+    """A number of the order that has no task."""
+
+    number: int
+    epoch: int
+    reason: Refusal
+
+
+class TaskTable(Protocol):
+    """Tasks by position."""
+
+    fingerprint: str
+    """Of all of them, in order (hex)."""
+
+    def __len__(self) -> int: ...
+
+    def at(self, position: int) -> Task | Refusal:
+        """What the position holds."""
+        ...
+
+    def find(self, task_id: str) -> Task | None:
+        """The task of that id, if it is one of those that are trained."""
+        ...
+
+    def expect(self, positions: Iterable[int]) -> None:
+        """These are asked for next."""
+        ...
+
+
+class MemoryTasks:
+    """Tasks that are all there."""
+
+    def __init__(self, tasks: Sequence[Task]) -> None:
+        self._tasks = tuple(tasks)
+        self._by_id = {task.task_id: task for task in tasks}
+        self.fingerprint = _fingerprint(tasks)
+
+    def __len__(self) -> int:
+        return len(self._tasks)
+
+    def at(self, position: int) -> Task | Refusal:
+        return self._tasks[position]
+
+    def find(self, task_id: str) -> Task | None:
+        return self._by_id.get(task_id)
+
+    def expect(self, positions: Iterable[int]) -> None:
+        pass
 
 
 class PromptSource:
     """Hands out the trained tasks, epoch after epoch."""
 
-    def __init__(self, tasks: Sequence[Task], *, seed: int, shuffle: bool, num_epochs: int | None) -> None:
-        """`num_epochs` None: without end. Raises DataError when there is no task."""
-        if not tasks:
+    def __init__(
+        self,
+        tasks: Sequence[Task] | TaskTable,
+        *,
+        seed: int,
+        shuffle: bool,
+        num_epochs: int | None,
+        order: Order | None = None,
+    ) -> None:
+        """`num_epochs` None: without end. `order` None: each task once an epoch. Raises DataError when there is no task."""
+        if not len(tasks):
             raise DataError("no task is left to train on")
-        self._tasks = tuple(tasks)
-        self._by_id = {task.task_id: task for task in tasks}
-        self._seed = seed
-        self._shuffle = shuffle
+        self._table: TaskTable = MemoryTasks(tasks) if isinstance(tasks, Sequence) else tasks
+        self._order = order or Order((len(tasks),), seed=seed, shuffle=shuffle)
         self._num_epochs = num_epochs
         self._issued = 0
-        self._orders: dict[int, Sequence[int]] = {}
-        self._fingerprint = _fingerprint(tasks)
+        self._expected = 0
 
     @property
     def cursor(self) -> PromptCursor:
-        return PromptCursor(issued=self._issued, fingerprint=self._fingerprint)
+        return PromptCursor(issued=self._issued, fingerprint=self._table.fingerprint)
 
     @property
     def num_tasks(self) -> int:
-        return len(self._tasks)
+        """Issues of one epoch."""
+        return self._order.epoch_size
 
     def task(self, task_id: str) -> Task | None:
         """The task of that name, if it is one of those that are trained."""
-        return self._by_id.get(task_id)
+        return self._table.find(task_id)
 
     @property
     def remaining(self) -> int | None:
-        """Tasks that may still be issued; None: without end."""
+        """Numbers that may still be issued; None: without end."""
         if self._num_epochs is None:
             return None
-        return max(0, self._num_epochs * len(self._tasks) - self._issued)
+        return max(0, self._num_epochs * self.num_tasks - self._issued)
 
     def restore(self, cursor: PromptCursor) -> None:
         """Go on behind `cursor`. Raises DataError when the data is not the one it was taken over."""
-        if cursor.fingerprint != self._fingerprint:
+        if cursor.fingerprint != self._table.fingerprint:
             raise DataError(
-                f"data changed: got tasks with fingerprint {self._fingerprint}, expected {cursor.fingerprint}, over which "
-                f"{cursor.issued} tasks were issued"
+                f"data changed: got tasks with fingerprint {self._table.fingerprint}, expected {cursor.fingerprint}, over "
+                f"which {cursor.issued} tasks were issued"
             )
         self._issued = cursor.issued
 
@@ -97,28 +174,36 @@ class PromptSource:
         self._issued += count
 
     def next(self) -> Issue | None:
-        """Issue the next task; None once `num_epochs` are over."""
-        issue = self.peek()
-        if issue is not None:
-            self._issued += 1
-        return issue
+        """Issue the next task, leaving out numbers that have none; None once `num_epochs` are over. Raises DataError when a
+        whole epoch has none."""
+        for _ in range(self.num_tasks):
+            issue = self.peek()
+            if issue is not None:
+                self._issued += 1
+            if not isinstance(issue, Refused):
+                return issue
+        raise DataError(f"no task is left to train on: all {self.num_tasks} rows of an epoch were left out")
 
-    def peek(self, ahead: int = 0) -> Issue | None:
-        """The issue that comes after `ahead` others; None if `num_epochs` are over by then."""
+    def peek(self, ahead: int = 0) -> Issue | Refused | None:
+        """What comes after `ahead` other numbers; None if `num_epochs` are over by then. Raises DataError."""
         remaining = self.remaining
         if remaining is not None and remaining <= ahead:
             return None
         number = self._issued + ahead
-        epoch, position = divmod(number, len(self._tasks))
-        return Issue(number=number, epoch=epoch, task=self._tasks[self._epoch_order(epoch)[position]])
+        self._look_ahead(number)
+        epoch, position = self._order.at(number)
+        found = self._table.at(position)
+        if isinstance(found, Refusal):
+            return Refused(number=number, epoch=epoch, reason=found)
+        return Issue(number=number, epoch=epoch, task=found)
 
-    def _epoch_order(self, epoch: int) -> Sequence[int]:
-        if epoch not in self._orders:
-            count = len(self._tasks)
-            order = np.random.default_rng([self._seed, epoch]).permutation(count).tolist() if self._shuffle else range(count)
-            self._orders = {known: self._orders[known] for known in (epoch - 1, epoch + 1) if known in self._orders}
-            self._orders[epoch] = order
-        return self._orders[epoch]
+    def _look_ahead(self, number: int) -> None:
+        """Tell the table what comes, a piece at a time."""
+        if number + LOOK_AHEAD // 2 < self._expected:
+            return
+        first = max(number + 1, self._expected)
+        self._expected = number + 1 + LOOK_AHEAD
+        self._table.expect([self._order.at(one)[1] for one in range(first, self._expected)])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,51 +215,115 @@ class Prompts:
     """In an order drawn by the seed, so that the first n are a fair selection."""
 
 
-def prepare(rows: Sequence[Row], data: DataSettings, codec: Codec, *, seed: int, max_prompt_tokens: int) -> Prompts:
-    """Encode `rows`, leave out prompts beyond `max_prompt_tokens` (counted and logged) and split off the held-out share.
+def prepare(
+    rows: Rows | Sequence[Row],
+    data: DataSettings,
+    codec: Codec,
+    *,
+    seed: int,
+    max_prompt_tokens: int,
+    model: Model | None = None,
+    max_held_out: int = 64,
+) -> Prompts:
+    """Encode `rows`, leave out or cut prompts beyond `max_prompt_tokens` (counted and logged) and split off the held-out share.
 
-    Raises DataError when nothing is left.
+    `model`: where other processes find the codec's tokenizer; None: this process measures by itself. `max_held_out`: how many
+    held-out tasks are looked for where not all are in memory. Raises DataError when nothing is left.
     """
-    tasks = encode(rows, codec, max_prompt_tokens=max_prompt_tokens)
-    trained, held_out = split(tasks, fraction=data.held_out_fraction, seed=seed)
-    log.info("tasks loaded", source=data.source, trained=len(trained), held_out=len(held_out), refused=len(rows) - len(tasks))
-    source = PromptSource(trained, seed=seed, shuffle=data.shuffle, num_epochs=data.num_epochs)
+    limits = Limits(max_prompt_tokens=max_prompt_tokens, on_overlong=OnOverlong(data.on_overlong))
+    if isinstance(rows, Rows) and (data.filter == "lazy" or (len(rows) > MAX_ROWS_IN_MEMORY and data.curriculum is None)):
+        return _prepare_lazily(rows, data, codec, limits, seed=seed, model=model, max_held_out=max_held_out)
+    all_rows = read_all(rows) if isinstance(rows, Rows) else list(rows)
+    tasks = encoded(all_rows, codec, limits)
+    trained, held_out = split([task for _, task in tasks], fraction=data.held_out_fraction, seed=seed)
+    log.info(
+        "tasks loaded", source=data.source, trained=len(trained), held_out=len(held_out), refused=len(all_rows) - len(tasks)
+    )
+    order = None
+    if data.weights and isinstance(rows, Rows):
+        row_of_task = {task.task_id: number for number, task in tasks}
+        parts = np.searchsorted(np.cumsum(rows.sizes), [row_of_task[task.task_id] for task in trained], side="right")
+        sizes = np.bincount(parts, minlength=len(rows.sizes)).tolist()
+        order = Order(sizes, seed=seed, shuffle=data.shuffle, weights=data.weights)
+    elif data.curriculum is not None:
+        hook = load_curriculum(data.curriculum)
+        order = Order((len(trained),), seed=seed, shuffle=data.shuffle, curriculum=lambda epoch: hook(trained, epoch, seed))
+    source = PromptSource(trained, seed=seed, shuffle=data.shuffle, num_epochs=data.num_epochs, order=order)
     return Prompts(source=source, held_out=tuple(held_out))
 
 
-def encode(rows: Sequence[Row], codec: Codec, *, max_prompt_tokens: int) -> list[Task]:
-    """Tasks of the rows whose prompt has 1 to `max_prompt_tokens` tokens. Raises DataError when none has."""
-    tasks: list[Task] = []
+def _prepare_lazily(
+    rows: Rows, data: DataSettings, codec: Codec, limits: Limits, *, seed: int, model: Model | None, max_held_out: int
+) -> Prompts:
+    by_hash = Hashed(fraction=data.held_out_fraction, seed=seed)
+    kept: npt.NDArray[np.int64] | None = None
+    sizes: Sequence[int] = rows.sizes
+    if data.filter == "at_start":
+        measures = measure(rows, data, codec, model, cache_dir=data_cache_dir(data))
+        if measures.problems:
+            raise DataError(f"{measures.problems[0]} ({int((measures.lengths < 0).sum())} bad rows of {len(rows)})")
+        kept = positions_kept(measures, limits, by_hash)
+        if not kept.size:
+            raise nothing_left(len(rows), Counter(), limits, int(measures.lengths.max()))
+        sizes = np.diff(np.searchsorted(kept, np.cumsum([0, *rows.sizes]))).tolist()
+    table = LazyTasks(rows, codec, limits, by_hash, kept=kept)
+    held_out = tuple(table.held_out(max_held_out if data.held_out_fraction else 0, seed=seed))
+    order = Order(sizes, seed=seed, shuffle=data.shuffle, weights=data.weights)
+    log.info(
+        "tasks are made as their turn comes", source=data.source, rows=len(rows), positions=len(table), held_out=len(held_out)
+    )
+    source = PromptSource(table, seed=seed, shuffle=data.shuffle, num_epochs=data.num_epochs, order=order)
+    return Prompts(source=source, held_out=held_out)
+
+
+def encode(
+    rows: Sequence[Row], codec: Codec, *, max_prompt_tokens: int, on_overlong: OnOverlong = OnOverlong.DROP
+) -> list[Task]:
+    """Tasks of the rows whose prompt has 1 to `max_prompt_tokens` tokens, or is cut to them. Raises DataError when none has."""
+    return [task for _, task in encoded(rows, codec, Limits(max_prompt_tokens=max_prompt_tokens, on_overlong=on_overlong))]
+
+
+def encoded(rows: Sequence[Row], codec: Codec, limits: Limits) -> list[tuple[int, Task]]:
+    """(number of its row from 0, task) of each row that is one. Raises DataError when none is."""
+    tasks: list[tuple[int, Task]] = []
     ids: set[str] = set()
+    refused: Counter[Refusal] = Counter()
     longest = 0
-    for number, row in enumerate(rows, 1):
+    for number, row in enumerate(rows):
         try:
-            text, prompt_ids = codec.encode_prompt(row.prompt)
+            made = task_of(row, codec, limits)
         except DataError as error:
-            raise DataError(f"data row {number}: {error}") from error
-        longest = max(longest, prompt_ids.size)
-        if not 1 <= prompt_ids.size <= max_prompt_tokens:
+            raise DataError(f"data row {number + 1}: {error}") from error
+        if isinstance(made, Refusal):
+            refused[made] += 1
+            longest = max(longest, codec.encode_prompt(row.prompt)[1].size)
             continue
-        task_id = _unique(row.task_id or _content_id(row, text), ids)
+        task_id = _unique(made.task_id, ids)
         ids.add(task_id)
-        tasks.append(
-            Task(
-                task_id=task_id,
-                prompt_ids=prompt_ids,
-                prompt_text=text,
-                ground_truth=row.ground_truth,
-                data_source=row.data_source,
-                extra_info=row.extra_info,
-            )
-        )
-    if len(tasks) < len(rows):
-        log.warning("prompts refused", refused=len(rows) - len(tasks), of=len(rows), max_prompt_tokens=max_prompt_tokens)
+        tasks.append((number, made if task_id == made.task_id else replace(made, task_id=task_id)))
+    if refused:
+        log.warning("prompts refused", refused=refused.total(), of=len(rows), max_prompt_tokens=limits.max_prompt_tokens)
     if not tasks:
-        raise DataError(
-            f"data: {len(rows)} rows, 0 left after refusing prompts beyond {max_prompt_tokens} tokens (the longest has "
-            f"{longest}): raise data.max_prompt_tokens and engine.max_model_len"
-        )
+        raise nothing_left(len(rows), refused, limits, longest)
     return tasks
+
+
+def load_curriculum(path: str) -> Curriculum:
+    """The function at `module:function`, what it raises wrapped. Raises DataError naming what is missing."""
+    module_name, _, function_name = path.partition(":")
+    try:
+        function = getattr(importlib.import_module(module_name), function_name)
+    except (*USER_CODE_FAILURES, ValueError) as error:
+        raise DataError(f"data.curriculum: got {path!r}, expected `module:function`: {words_of(error)}") from error
+
+    def order(tasks: Sequence[Task], epoch: int, seed: int) -> Sequence[int]:
+        try:
+            found: Sequence[int] = function(tasks, epoch, seed)
+        except USER_CODE_FAILURES as error:
+            raise DataError(f"data.curriculum: {path} raised {words_of(error)} for epoch {epoch}") from error
+        return found
+
+    return order
 
 
 def split(tasks: Sequence[Task], *, fraction: float, seed: int) -> tuple[list[Task], list[Task]]:
@@ -195,11 +344,6 @@ def split(tasks: Sequence[Task], *, fraction: float, seed: int) -> tuple[list[Ta
     return trained, sorted(held_out, key=lambda task: (texts[task.prompt_text], task.task_id))
 
 
-def _content_id(row: Row, text: str) -> str:
-    content = f"{text}\0{_canonical(row.ground_truth)}"
-    return f"{row.data_source}/{xxhash.xxh3_64_hexdigest(content.encode())}"
-
-
 def _unique(task_id: str, taken: set[str]) -> str:
     if task_id not in taken:
         return task_id
@@ -209,16 +353,10 @@ def _unique(task_id: str, taken: set[str]) -> str:
     return f"{task_id}~{number}"
 
 
-def _canonical(value: object) -> str:
-    if isinstance(value, Mapping):
-        return "{" + ",".join(f"{key}:{_canonical(value[key])}" for key in sorted(value, key=str)) + "}"
-    return repr(value)
-
-
 def _fingerprint(tasks: Sequence[Task]) -> str:
     digest = xxhash.xxh3_64()
     for task in tasks:
         digest.update(task.task_id.encode())
         digest.update(task.prompt_ids.tobytes())
-        digest.update(_canonical(task.ground_truth).encode())
+        digest.update(canonical(task.ground_truth).encode())
     return digest.hexdigest()

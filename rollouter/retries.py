@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection
 
 import structlog
 
+from rollouter.outcomes import replay_number
 from rollouter.prompts import Issue, PromptSource
 from sample_bus.group_id import parse
 from sample_bus.messages import RetryTask, TaskRetries
@@ -59,4 +60,5 @@ class Retries:
             task=task,
             requeue=name.num_requeues + 1,
             replaces=retry.group_id,
+            replay=replay_number(retry.group_id),
         )

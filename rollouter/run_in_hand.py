@@ -101,7 +101,7 @@ async def take_up(
 
     quarantine = TaskQuarantine(settings.run_dir / "quarantine" / "tasks")
     retries = Retries(prompts.source, run_id=keeper.run_id, taken=keeper.books.replaced, holds=quarantine.holds)
-    issues = Issues(prompts.source, quarantine, keeper, retries)
+    issues = Issues(prompts.source, quarantine, keeper, retries, filters=lambda: live.settings.filters)
     cockpit = Cockpit(
         admission=admission,
         keeper=keeper,

@@ -83,17 +83,18 @@ def open_rows(data: DataSettings, *, cache_dir: Path | None = None) -> Rows:
     return Rows(tables=tables, keys=Keys.of(data), weights=data.weights, names=data.sources)
 
 
-def read_all(rows: Rows) -> list[Row]:
-    """All of them in memory. Raises DataError with the first bad row in full and the others counted."""
+def read_all(rows: Rows, *, at_most: int | None = None) -> list[Row]:
+    """All of them in memory, or the first `at_most`. Raises DataError with the first bad row in full and the others counted."""
+    num_rows = len(rows) if at_most is None else min(len(rows), at_most)
     good: list[Row] = []
     problems: list[str] = []
-    for index in range(len(rows)):
+    for index in range(num_rows):
         try:
             good.append(rows[index])
         except DataError as error:
             problems.append(str(error))
     if problems:
-        raise first_problem(problems, len(rows))
+        raise first_problem(problems, num_rows)
     return good
 
 
