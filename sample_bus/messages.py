@@ -159,6 +159,58 @@ class SeatDemand(Message):
     """The step after which the next version is published."""
 
 
+class RoundState(StrEnum):
+    """How far the transfer of one policy version is, as the trainer sees it."""
+
+    ANNOUNCED = "announced"
+    """Nobody has asked for it yet."""
+    STAGING = "staging"
+    COMMITTED = "committed"
+    """Every living engine serves it."""
+    PARTIALLY_COMMITTED = "partially committed"
+    """Some serve it; the others were dropped and serve nothing before they have caught up."""
+    ABORTED = "aborted"
+    """No engine took it; each serves what it held, and tries again by itself."""
+    SUPERSEDED = "superseded"
+    """A newer version was announced before any engine served it."""
+
+
+class RoundPhase(StrEnum):
+    """Of a round on one engine."""
+
+    ANNOUNCE = "announce"
+    STAGE = "stage"
+    COMMIT = "commit"
+    CONFIRM = "confirm"
+
+
+class RoundSummary(Message):
+    """A round so far."""
+
+    policy_version: int
+    state: RoundState
+    committed: tuple[str, ...] = ()
+    """Engines that serve it."""
+    failed: dict[str, str] = Field(default_factory=dict)
+    """Engine to why it does not."""
+    awaited: tuple[str, ...] = ()
+    """Engines that have not said."""
+    stage_ms: dict[str, float] = Field(default_factory=dict)
+    """Engine to how long the weights took to its memory, while it generated."""
+    pause_ms: dict[str, float] = Field(default_factory=dict)
+    """Engine to its pause of generation."""
+    seconds: float = 0.0
+    """From the announcement to the newest commit."""
+    total_bytes: int = 0
+    """Of the weights."""
+    transfer_bytes: int = 0
+    """That left the trainer for it; memory that was lent counts once for each borrower."""
+    version_spread: int = 0
+    """Newest minus oldest version that living engines hold."""
+    num_attempts: int = 0
+    """Of all engines."""
+
+
 class TrainerStatus(Message):
     """Topic `trainer`."""
 
@@ -192,6 +244,8 @@ class TrainerStatus(Message):
     shares: TimeShares = TimeShares()
     last_step: StepSummary | None = None
     evaluations: tuple[EvaluationResult, ...] = ()
+    round: RoundSummary | None = None
+    """The newest one; None before the first version is announced."""
 
 
 class WeightRound(Message):
@@ -245,6 +299,8 @@ class EngineStatus(Message):
     """Requests that it is given at once at most, at the moment."""
     last_pause_ms: float | None = None
     """Pause of generation in the last sync."""
+    is_alive: bool = True
+    """Its process runs and answers, so that rounds are brought to it."""
 
 
 class RetryTask(Message):
@@ -417,6 +473,14 @@ class RoundResult(Message):
     """What the engine computed over the bytes it loaded."""
     pause_ms: float = 0.0
     stage_ms: float = 0.0
+    drain_ms: float = 0.0
+    """From the closing of the engine's door to the pause."""
+    incarnation: str = ""
+    """Of the trainer whose version it is; empty: not said."""
+    attempt: int = Field(default=1, ge=1)
+    """Of this engine at this version."""
+    phase: RoundPhase | None = None
+    """In which it failed."""
     message: str = ""
     """Why it failed."""
 

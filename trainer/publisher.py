@@ -1,13 +1,14 @@
 """Publishing policy versions: snapshot, announce, follow the engines until they have committed.
 
-Invariant: topic `round` always describes the newest version; training goes on as soon as the snapshot is taken.
+Invariant: topic `round` always describes the newest version; training goes on as soon as the snapshot is taken. What becomes of
+a round is said whenever it changes (`trainer.rounds`), at its deadline too when nothing is heard; nobody waits for it.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Executor
 from pathlib import Path
 from types import TracebackType
@@ -17,12 +18,20 @@ import structlog
 import torch
 
 from configs.schema import WeightSyncSettings
-from sample_bus.messages import Accepted, RoundResult, WeightRound
+from sample_bus.messages import Accepted, RollouterStatus, RoundResult, RoundState, RoundSummary, WeightRound
 from sample_bus.protocols import ControlServer
+from trainer.rounds import Rounds
 from weight_sync.errors import WeightSyncError
+from weight_sync.manifest import Manifest
 from weight_sync.server import StageFailure, StageReport, WeightServer
 
 log = structlog.get_logger()
+
+_CHECKSUMS_KEPT = 4
+"""Versions; an engine holds the newest one, or in a round or after a failed one an older one."""
+
+_LOOK_AGAIN_S = 1.0
+"""While no engine lives yet, and so nobody can be late."""
 
 
 class Publisher:
@@ -38,18 +47,25 @@ class Publisher:
         dtype: torch.dtype,
         loop: asyncio.AbstractEventLoop,
         on_version: Callable[[int, str], None] = lambda version, digest: None,
+        on_round: Callable[[RoundSummary], None] = lambda summary: None,
     ) -> None:
-        """`on_version` is told each version and its digest before it is announced."""
+        """`on_version` is told each version and its digest before it is announced, `on_round` what becomes of it, whenever
+        that changes."""
         self._control = control
         self._settings = settings
         self._incarnation = incarnation
         self._loop = loop
         self._on_version = on_version
+        self._on_round = on_round
+        self._rounds = Rounds(announce_timeout_s=settings.announce_timeout_s, round_timeout_s=settings.round_timeout_s)
+        self._said: RoundSummary | None = None
+        self._timer: asyncio.TimerHandle | None = None
         self._round: WeightRound | None = None
         self._changed = asyncio.Condition()
         self._committed: dict[str, int] = {}
         self.last_results: dict[str, RoundResult] = {}
         """Engine name to how its newest round ended."""
+        self._checksums: dict[int, dict[str, str]] = {}
         self._announcements: set[asyncio.Task[None]] = set()
         self._server = WeightServer(
             settings, socket_dir=socket_dir, dtype=dtype, on_staged=self._staged_in_thread, on_failed=self._failed_in_thread
@@ -62,6 +78,8 @@ class Publisher:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         """Stop serving; the socket is gone afterwards."""
+        if self._timer is not None:
+            self._timer.cancel()
         self._server.close()
 
     async def announce(self, weights: Iterable[tuple[str, torch.Tensor]], *, policy_version: int, executor: Executor) -> float:
@@ -82,8 +100,13 @@ class Publisher:
             total_bytes=publication.total_bytes,
             announced_at=time.time(),
         )
+        self._remember(policy_version, publication.manifest)
         self._on_version(policy_version, publication.manifest_digest)
+        before = self._rounds.announce(policy_version, total_bytes=publication.total_bytes, now=self._loop.time())
+        if before is not None and before is not RoundState.COMMITTED:
+            log.warning("round before did not end everywhere", policy_version=policy_version - 1, state=before.value)
         await self._control.publish("round", self._round)
+        self._follow()
         log.info(
             "policy version published",
             policy_version=policy_version,
@@ -92,6 +115,15 @@ class Publisher:
             snapshot_ms=round(publication.seconds * 1e3, 1),
         )
         return publication.seconds
+
+    def published(self) -> tuple[int, Mapping[int, Mapping[str, str]]]:
+        """The newest version, and by version the checksum of each tensor of those that engines may still hold."""
+        return max(self._checksums, default=0), self._checksums
+
+    def _remember(self, policy_version: int, manifest: Manifest) -> None:
+        self._checksums[policy_version] = {spec.name: f"{checksum:016x}" for spec, checksum in manifest}
+        while len(self._checksums) > _CHECKSUMS_KEPT:
+            del self._checksums[next(iter(self._checksums))]
 
     async def wait_committed(self, policy_version: int, *, timeout_s: float) -> None:
         """Until some engine serves `policy_version`. Raises WeightSyncError at the deadline."""
@@ -105,9 +137,21 @@ class Publisher:
 
     async def _take_result(self, result: RoundResult) -> Accepted:
         current = self._round
+        if result.incarnation not in ("", self._incarnation):
+            log.info("result of another trainer's round", engine=result.engine, incarnation=result.incarnation)
+            return Accepted()
         self.last_results[result.engine] = result
         if not result.committed:
-            log.warning("round failed", engine=result.engine, policy_version=result.policy_version, reason=result.message)
+            log.warning(
+                "round failed",
+                engine=result.engine,
+                policy_version=result.policy_version,
+                phase=result.phase,
+                attempt=result.attempt,
+                reason=result.message,
+            )
+            self._rounds.take(result, self._loop.time())
+            self._follow()
             return Accepted()
         is_current = current is not None and result.policy_version == current.policy_version
         if current is not None and is_current and result.manifest_digest != current.manifest_digest:
@@ -122,19 +166,56 @@ class Publisher:
             pause_ms=round(result.pause_ms, 1),
             stage_ms=round(result.stage_ms, 1),
         )
+        self._rounds.take(result, self._loop.time())
+        self._follow()
         async with self._changed:
             self._committed[result.engine] = result.policy_version
             self._changed.notify_all()
         return Accepted()
 
+    def _follow(self) -> None:
+        """Look at the newest round, say what has changed, and look again at its deadline."""
+        now = self._loop.time()
+        rollouter = self._control.get("rollouter", RollouterStatus)
+        self._rounds.expect((engine.name for engine in rollouter.engines if engine.is_alive) if rollouter else (), now)
+        summary = self._rounds.summary(now)
+        if summary is not None and summary != self._said:
+            before, self._said = self._said, summary
+            if before is None or (before.policy_version, before.state) != (summary.policy_version, summary.state):
+                self._log_state(summary)
+            self._on_round(summary)
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        due_at = self._rounds.due_at()
+        if due_at is not None:
+            self._timer = self._loop.call_at(max(due_at, now + _LOOK_AGAIN_S), self._follow)
+        elif summary is not None and summary.state is RoundState.ANNOUNCED:
+            self._timer = self._loop.call_later(_LOOK_AGAIN_S, self._follow)
+
+    def _log_state(self, summary: RoundSummary) -> None:
+        bad = summary.state in (RoundState.ABORTED, RoundState.PARTIALLY_COMMITTED)
+        (log.warning if bad else log.info)(
+            "round state",
+            policy_version=summary.policy_version,
+            state=summary.state.value,
+            committed=list(summary.committed),
+            failed=summary.failed,
+            awaited=list(summary.awaited),
+        )
+
     def _staged_in_thread(self, report: StageReport) -> None:
-        self._loop.call_soon_threadsafe(self._note, report.policy_version, "staged", report.engine, report.nonce)
+        self._loop.call_soon_threadsafe(
+            self._note, report.policy_version, "staged", report.engine, report.nonce, report.payload_bytes
+        )
 
     def _failed_in_thread(self, failure: StageFailure) -> None:
         log.warning("staging failed", engine=failure.engine, policy_version=failure.policy_version, reason=failure.reason)
         self._loop.call_soon_threadsafe(self._note, failure.policy_version, "failed", failure.nonce, failure.reason)
 
-    def _note(self, policy_version: int, field: str, key: str, value: str) -> None:
+    def _note(self, policy_version: int, field: str, key: str, value: str, transfer_bytes: int = 0) -> None:
+        self._rounds.note_staging(policy_version, transfer_bytes=transfer_bytes, now=self._loop.time())
+        self._follow()
         current = self._round
         if current is None or current.policy_version != policy_version:
             return

@@ -20,7 +20,7 @@ from configs.paths import socket_dir
 from configs.schema import Settings
 from sample_bus.journal import VersionPublished
 from sample_bus.journal_writer import JournalWriter
-from sample_bus.messages import TrainerState
+from sample_bus.messages import RoundSummary, TrainerState
 from sample_bus.protocols import Hub
 from trainer.checkpoint import Checkpoint, Part, load
 from trainer.clock import ActivityClock
@@ -33,8 +33,10 @@ from trainer.models import prepare_model
 from trainer.publisher import Publisher
 from trainer.randomness import Randomness
 from trainer.retained import Retained
+from trainer.rounds import has_ended, row_of
 from trainer.status import StatusBoard
-from trainer.tracking import open_tracker
+from trainer.tracking import Tracker, open_tracker
+from trainer.weight_check import WeightChecks
 
 log = structlog.get_logger()
 R = TypeVar("R")
@@ -112,9 +114,11 @@ async def train(around: Surroundings) -> None:
         on_version=lambda version, digest: around.journal.write(
             VersionPublished(at=time.time(), policy_version=version, step=board.status.step, digest=digest)
         ),
+        on_round=lambda summary: _say_round(board, tracker, summary),
     )
     try:
         with publisher:
+            WeightChecks(around.hub, incarnation=around.incarnation, published=publisher.published)
             evaluations = Evaluations(around.hub, board, tracker, incarnation=around.incarnation)
             training = TrainingLoop(
                 settings,
@@ -142,6 +146,12 @@ async def train(around: Surroundings) -> None:
             await _run(training, around, evaluations if settings.evaluation.at_start else None)
     finally:
         await asyncio.to_thread(tracker.close)
+
+
+def _say_round(board: StatusBoard, tracker: Tracker, summary: RoundSummary) -> None:
+    board.set(round=summary)
+    if has_ended(summary):
+        tracker.write("round", summary.policy_version, row_of(summary))
 
 
 async def _run(training: TrainingLoop, around: Surroundings, evaluations: Evaluations | None) -> None:
