@@ -6,13 +6,18 @@ gave one back. Every wait has a deadline and ends in `TransferTimeout`, `PeerLos
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+
+if TYPE_CHECKING:
+    from weight_sync.arena import Segment
+    from weight_sync.snapshot import Snapshot
 
 
 class BucketKind(IntEnum):
@@ -30,6 +35,8 @@ class Bucket:
     """Of its kind, from 0."""
     payload: NDArray[np.uint8]
     header: bytes
+    lent: torch.Tensor | None = None
+    """The payload as memory that stays readable after `release`, so that tensors in it need no copy; None: it does not."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,6 +66,19 @@ class SendChannel(Protocol):
 
     def finish(self, end: StreamEnd) -> None:
         """Announce the end and wait until the receiver confirms that it holds everything."""
+        ...
+
+
+@runtime_checkable
+class LendingChannel(SendChannel, Protocol):
+    """A sender's end that can pass the memory itself, where it is `Memory.is_lendable`, in place of its bytes."""
+
+    def lend(self, snapshot: Snapshot, segments: Sequence[Segment]) -> None:
+        """Pass a version on and wait until the receiver confirms that it holds it."""
+        ...
+
+    def wait_returned(self) -> bool:
+        """Wait for the end of the loan; whether the receiver said that nobody reads any more."""
         ...
 
 

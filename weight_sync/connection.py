@@ -65,6 +65,23 @@ class Connection:
         except OSError as error:
             raise self._last_words() or self._lost(error) from error
 
+    def send_whenever(self, packet: Packet) -> None:
+        """Send after the transfer, beyond its deadline; the peer takes it at once or not at all."""
+        self.sock.settimeout(self.wait_s)
+        try:
+            self.sock.sendall(encode(packet))
+        except OSError as error:
+            raise self._lost(error) from error
+
+    def receive_whenever(self) -> Packet | None:
+        """The next packet after the transfer, however late; None: the connection ended, or brought what is no packet."""
+        self.sock.settimeout(None)
+        try:
+            data = self.sock.recv(MAX_PACKET_BYTES)
+            return decode(data) if data else None
+        except (OSError, ProtocolError):
+            return None
+
     def receive(self) -> Packet:
         packet, fd = self.receive_with_fd()
         if fd is not None:

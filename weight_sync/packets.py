@@ -37,7 +37,7 @@ _FREE = struct.Struct("<I")
 _END = struct.Struct("<q32sIQI")
 _DONE = struct.Struct("<32s")
 _TABLE = struct.Struct("<IQQ")
-_SEGMENT = struct.Struct("<IQ")
+_SEGMENT = struct.Struct("<IQQ")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,6 +70,8 @@ class TablePassed:
 class SegmentPassed:
     index: int
     num_bytes: int
+    header_bytes: int
+    """Of the table, behind the headers of the segments before."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -162,7 +164,7 @@ def encode(packet: Packet) -> bytes:
         case TablePassed():
             kind, body = 9, _TABLE.pack(packet.num_segments, packet.table_bytes, packet.manifest_bytes)
         case SegmentPassed():
-            kind, body = 10, _SEGMENT.pack(packet.index, packet.num_bytes)
+            kind, body = 10, _SEGMENT.pack(packet.index, packet.num_bytes, packet.header_bytes)
         case Returned():
             kind, body = 11, b""
     return _KIND.pack(_MAGIC, PROTOCOL_VERSION, kind) + body
@@ -219,8 +221,8 @@ def _decode_body(kind: int, body: bytes) -> Packet:
             num_segments, table_bytes, manifest_bytes = _TABLE.unpack(body)
             return TablePassed(num_segments=num_segments, table_bytes=table_bytes, manifest_bytes=manifest_bytes)
         case 10:
-            index, num_bytes = _SEGMENT.unpack(body)
-            return SegmentPassed(index=index, num_bytes=num_bytes)
+            index, num_bytes, header_bytes = _SEGMENT.unpack(body)
+            return SegmentPassed(index=index, num_bytes=num_bytes, header_bytes=header_bytes)
         case 11:
             return Returned()
         case _:

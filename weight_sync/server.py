@@ -1,8 +1,9 @@
-"""The trainer's side of weight sync: `WeightServer` holds the newest policy versions and streams them to any engine that asks.
+"""`WeightServer` holds the newest policy versions and sends them to any receiver that asks: in the trainer, or a host's cache.
 
-Invariant: an engine gets all of one version or an error, and an engine's trouble never stops the trainer: `publish` copies
-the weights and returns; threads stream the copy. Two versions are held at most. Publishing v+2 takes the memory of v, so it
-waits for engines that still receive v, up to `round_timeout_s`, and then cuts them off by name.
+Invariant: a receiver gets all of one version or an error, and a receiver's trouble never stops the trainer: `publish` copies
+the weights and returns; threads send the copy, or lend it where receiver and server can share memory. The two newest versions
+are served. There is memory for a third, which may still be read when the fourth comes; then `publish` waits up to
+`round_timeout_s` for those who read it, cuts them off by name, and takes other memory.
 """
 
 from __future__ import annotations
@@ -21,18 +22,22 @@ import structlog
 import torch
 
 from configs.schema import WeightSyncSettings
-from weight_sync.arena import Arena
+from weight_sync.arena import Arena, ArenaPool, Memory
+from weight_sync.channel import LendingChannel, SendChannel
 from weight_sync.delta import Bytes
 from weight_sync.delta_cache import DeltaCache
-from weight_sync.errors import DeltaRefused, PeerFailed, ProtocolError, TransferTimeout, VersionUnavailable, WeightSyncError
+from weight_sync.errors import DeltaRefused, PeerFailed, ProtocolError, VersionUnavailable, WeightSyncError
 from weight_sync.listeners import open_listener
-from weight_sync.manifest import dtype_name
+from weight_sync.manifest import Manifest, dtype_name
 from weight_sync.snapshot import Snapshot, take_snapshot
+from weight_sync.staging import StagedWeights
 from weight_sync.stream import SendReport, send_weights
 from weight_sync.transport import Incoming, Listener, StageRequest, Terms, TransportName, disagreement
 
 log = structlog.get_logger()
 
+_MAX_VERSIONS = 2
+_MAX_ARENAS = _MAX_VERSIONS + 1
 _CUT_GRACE_S = 5.0
 _AUTO_DELTA = frozenset({TransportName.TCP, TransportName.COLLECTIVE})
 """Where bytes cost more than the comparison of two versions does."""
@@ -48,6 +53,8 @@ class Publication:
     total_bytes: int
     seconds: float
     """What `publish` took."""
+    manifest: Manifest
+    """With the checksum of each tensor."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,7 +68,7 @@ class StageReport:
     seconds: float
     """From the engine's request to its confirmation (of its slowest worker)."""
     payload_bytes: int = 0
-    """What travelled to the last of its workers: tensors, or what changed in them."""
+    """What travelled to the last of its workers, or was lent to it: tensors, or what changed in them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,11 +83,20 @@ class StageFailure:
 
 @dataclass(slots=True, eq=False)
 class _Held:
-    """A version and who receives it right now."""
+    """A version, where it lies, and who receives it or was lent it."""
 
     snapshot: Snapshot
-    arena: int
+    memory: Memory
     transfers: set[Incoming] = field(default_factory=set)
+
+
+@dataclass(slots=True)
+class _Use:
+    """One transfer's use of a version."""
+
+    held: _Held
+    has_let_go: bool = True
+    """Whether nobody reads its memory after the transfer; of a loan, only its end can tell."""
 
 
 @dataclass(slots=True)
@@ -120,9 +136,11 @@ class WeightServer:
             name: open_listener(settings, socket_dir=socket_dir, terms=terms) for name, terms in self._terms.items()
         }
         self._started: list[Listener] = []
-        self._arenas = (Arena(), Arena())
+        self._pool = ArenaPool(max_arenas=_MAX_ARENAS, lendable=True)
         self._held: list[_Held] = []
         """Oldest first."""
+        self._retired: list[_Held] = []
+        """Not served any more, but still read; oldest first."""
         self._deltas = DeltaCache()
         self._changed = threading.Condition()
         self._ranks: dict[tuple[str, str, int], _Ranks] = {}
@@ -159,7 +177,10 @@ class WeightServer:
         for listener in started:
             listener.close()
         with self._changed:
-            self._held.clear()
+            held, self._held = self._held, []
+        for each in held:
+            each.memory.release()
+        self._pool.close()
         if started:
             log.info("weight server closed", addresses=[listener.address for listener in started])
 
@@ -172,26 +193,25 @@ class WeightServer:
         the next `publish`.
 
         Raises:
-            TransferTimeout: an engine that receives the version before last could not be cut off.
             WeightSyncError: a tensor cannot be sent; the versions held before are still served.
         """
         started = time.monotonic()
         with self._publishing:
-            arena = self._free_arena(policy_version)
-            with torch.no_grad():
-                snapshot = take_snapshot(self._arenas[arena], named_tensors, policy_version=policy_version, dtype=self._dtype)
-            digest = snapshot.manifest.digest
-            with self._changed:
-                before = self._held[-1] if self._held else None
-                self._held.append(_Held(snapshot=snapshot, arena=arena))
+            arena = self._take_arena(policy_version)
+            try:
+                with torch.no_grad():
+                    snapshot = take_snapshot(arena, named_tensors, policy_version=policy_version, dtype=self._dtype)
+            except BaseException:
+                self._pool.give_back(arena, unread=True)
+                raise
+            before = self._serve(snapshot, Memory(arena.segments, on_free=partial(self._pool.give_back, arena)))
         seconds = time.monotonic() - started
-        if before is not None and before.snapshot.manifest.digest == digest:
-            log.warning(
-                "published weights equal the version before",
-                policy_version=policy_version,
-                before=before.snapshot.policy_version,
-            )
         manifest = snapshot.manifest
+        digest = manifest.digest
+        if before is not None and before.manifest.digest == digest:
+            log.warning(
+                "published weights equal the version before", policy_version=policy_version, before=before.policy_version
+            )
         log.debug("weights published", policy_version=policy_version, digest=digest, seconds=round(seconds, 3))
         return Publication(
             policy_version=policy_version,
@@ -199,43 +219,89 @@ class WeightServer:
             num_tensors=manifest.num_tensors,
             total_bytes=manifest.total_bytes,
             seconds=seconds,
+            manifest=manifest,
         )
 
-    def _free_arena(self, policy_version: int) -> int:
-        """An arena that nobody reads; takes the older of two held versions out of service."""
+    def hold(self, weights: StagedWeights) -> None:
+        """Serve a version that came from another server, as it lies, until two newer ones are held. A version that is held
+        already, with these bytes, is left as it is."""
+        names = (spec.name for spec in weights.manifest.specs)
+        snapshot = Snapshot(
+            policy_version=weights.policy_version,
+            manifest=weights.manifest,
+            tensors=tuple(weights.tensors[name] for name in names),
+        )
         with self._changed:
-            if not self._held:
-                return 0
-            if len(self._held) < len(self._arenas):
-                return 1 - self._held[0].arena
-            victim = self._held.pop(0)
-            self._deltas.forget(victim.snapshot.policy_version)
-            self._ranks = {key: ranks for key, ranks in self._ranks.items() if key[2] != victim.snapshot.policy_version}
-            if not self._changed.wait_for(lambda: not victim.transfers, self._settings.round_timeout_s):
-                reason = f"version {policy_version} needs the memory of version {victim.snapshot.policy_version}"
-                for transfer in victim.transfers:
-                    log.warning("receiver cut off", peer=transfer.peer, reason=reason)
-                    transfer.cut(reason)
-                if not self._changed.wait_for(lambda: not victim.transfers, _CUT_GRACE_S):
-                    names = ", ".join(transfer.peer for transfer in victim.transfers)
-                    self._held.insert(0, victim)
-                    raise TransferTimeout(f"{names} still receives version {victim.snapshot.policy_version}")
-            return victim.arena
+            digests = {held.snapshot.policy_version: held.snapshot.manifest.digest for held in self._held}
+        if digests.get(weights.policy_version) != weights.digest:
+            weights.memory.retain()
+            self._serve(snapshot, weights.memory)
+
+    @property
+    def versions(self) -> tuple[int, ...]:
+        """Those that are served, oldest first."""
+        with self._changed:
+            return tuple(held.snapshot.policy_version for held in self._held)
+
+    def _serve(self, snapshot: Snapshot, memory: Memory) -> Snapshot | None:
+        """Serve a version from now on, without the one before last; the version before."""
+        with self._changed:
+            before = self._held[-1].snapshot if self._held else None
+            self._held.append(_Held(snapshot=snapshot, memory=memory))
+            retired = self._held[:-_MAX_VERSIONS]
+            del self._held[:-_MAX_VERSIONS]
+            gone = {held.snapshot.policy_version for held in retired}
+            for version in gone:
+                self._deltas.forget(version)
+            self._ranks = {key: ranks for key, ranks in self._ranks.items() if key[2] not in gone}
+            self._retired += [held for held in retired if held.transfers]
+        for held in retired:
+            held.memory.release()
+        return before
+
+    def _take_arena(self, policy_version: int) -> Arena:
+        arena = self._pool.take()
+        if arena is None:
+            timeout_s = self._settings.round_timeout_s
+            log.warning("training waits for memory that is still read", policy_version=policy_version, timeout_s=timeout_s)
+            arena = self._pool.take(timeout_s=timeout_s)
+        if arena is None:
+            self._cut_late(policy_version)
+            arena = self._pool.take(timeout_s=_CUT_GRACE_S)
+        return arena or self._pool.take_anyway()
+
+    def _cut_late(self, policy_version: int) -> None:
+        """End what still receives or reads versions that are not served any more."""
+        with self._changed:
+            late = [(held.snapshot.policy_version, transfer) for held in self._retired for transfer in held.transfers]
+        for version, transfer in late:
+            reason = f"version {policy_version} needs the memory of version {version}"
+            log.warning("receiver cut off", peer=transfer.peer, reason=reason)
+            transfer.cut(reason)
 
     # ── serving ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _take(self, terms: Terms, incoming: Incoming) -> None:
-        """One transfer, in a thread of the listener."""
+        """One transfer, in a thread of the listener, and the loan that may come of it."""
         started = time.monotonic()
         requests = incoming.requests
         is_delta = False
         try:
             self._check_terms(terms, requests)
-            version = requests[0].policy_version
-            with self._in_use(version, incoming) as held:
-                deltas = self._deltas_for(terms, incoming, held)
+            with self._in_use(requests[0].policy_version, incoming) as use:
+                deltas = self._deltas_for(terms, incoming, use.held)
                 is_delta = deltas is not None
-                report = self._send(incoming, held.snapshot, deltas)
+                channel = incoming.open()
+                lender = channel if isinstance(channel, LendingChannel) and use.held.memory.is_lendable else None
+                if lender is None or is_delta:
+                    report = self._send(channel, use.held.snapshot, deltas)
+                else:
+                    use.has_let_go = False
+                    report = self._lend(lender, use.held)
+                for request in requests:
+                    self._note_staged(request, report, time.monotonic() - started)
+                if lender is not None and not is_delta:
+                    use.has_let_go = lender.wait_returned()
         except (WeightSyncError, OSError) as error:
             incoming.refuse(str(error))
             if is_delta and isinstance(error, PeerFailed) and DeltaRefused.__name__ in str(error):
@@ -243,11 +309,8 @@ class WeightServer:
                 return
             for request in requests:
                 self._note_failed(request, str(error))
-            return
         finally:
             incoming.close()
-        for request in requests:
-            self._note_staged(request, report, time.monotonic() - started)
 
     def _check_terms(self, terms: Terms, requests: Sequence[StageRequest]) -> None:
         for request in requests:
@@ -255,9 +318,25 @@ class WeightServer:
             if differ is not None:
                 raise ProtocolError(f"the weight server was configured otherwise: {differ}")
 
-    def _send(self, incoming: Incoming, snapshot: Snapshot, deltas: Mapping[str, Bytes] | None) -> SendReport:
+    @staticmethod
+    def _send(channel: SendChannel, snapshot: Snapshot, deltas: Mapping[str, Bytes] | None) -> SendReport:
         version, manifest = snapshot.policy_version, snapshot.manifest
-        return send_weights(incoming.open(), snapshot, policy_version=version, manifest=manifest, deltas=deltas)
+        return send_weights(channel, snapshot, policy_version=version, manifest=manifest, deltas=deltas)
+
+    @staticmethod
+    def _lend(channel: LendingChannel, held: _Held) -> SendReport:
+        started = time.monotonic()
+        channel.lend(held.snapshot, held.memory.segments)
+        manifest = held.snapshot.manifest
+        return SendReport(
+            policy_version=held.snapshot.policy_version,
+            manifest_digest=manifest.digest,
+            num_tensors=manifest.num_tensors,
+            total_bytes=manifest.total_bytes,
+            payload_bytes=manifest.total_bytes,
+            num_buckets=0,
+            seconds=time.monotonic() - started,
+        )
 
     def _deltas_for(self, terms: Terms, incoming: Incoming, held: _Held) -> Mapping[str, Bytes] | None:
         """What changed since the base that every receiver of the transfer holds; None: all has to travel."""
@@ -270,27 +349,30 @@ class WeightServer:
             return None
         try:
             with self._in_use(version, incoming) as base:
-                if base.snapshot.manifest.digest != digest:
+                if base.held.snapshot.manifest.digest != digest:
                     return None
-                return self._deltas.between(base.snapshot, held.snapshot)
+                return self._deltas.between(base.held.snapshot, held.snapshot)
         except VersionUnavailable:
             return None
 
     @contextmanager
-    def _in_use(self, version: int, incoming: Incoming) -> Iterator[_Held]:
-        """Keep the memory of a version while a transfer reads it. Raises VersionUnavailable."""
+    def _in_use(self, version: int, incoming: Incoming) -> Iterator[_Use]:
+        """Keep the memory of a version while a transfer, or who was lent it, reads it. Raises VersionUnavailable."""
         with self._changed:
             held = next((held for held in reversed(self._held) if held.snapshot.policy_version == version), None)
             if held is None:
                 versions = [held.snapshot.policy_version for held in self._held]
                 raise VersionUnavailable(f"version {version} is not served; available: {versions}")
+            held.memory.retain()
             held.transfers.add(incoming)
+        use = _Use(held)
         try:
-            yield held
+            yield use
         finally:
             with self._changed:
                 held.transfers.discard(incoming)
-                self._changed.notify_all()
+                self._retired = [retired for retired in self._retired if retired.transfers]
+            held.memory.release(said=use.has_let_go)
 
     def _note_failed(self, request: StageRequest, reason: str) -> None:
         log.debug("staging failed", receiver=request.receiver, policy_version=request.policy_version, error=reason)

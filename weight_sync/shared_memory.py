@@ -1,4 +1,7 @@
-"""The channel within one host: a ring of two buckets in shared memory, and a Unix socket for the control packets.
+"""The channel within one host: memory that is lent, or a ring of two buckets, and a Unix socket for the control packets.
+
+A version at rest is lent (`weight_sync.lending`); what is not at rest, because there is no memory for a copy of it, streams
+through the ring.
 
 Invariant: the ring has no name. It is a memfd that the server makes and passes over the socket, so nothing is left behind
 when either side dies; receivers can only read it. At most two buckets are out; a bucket is written again only after the
@@ -11,7 +14,7 @@ import fcntl
 import mmap
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -22,11 +25,14 @@ import xxhash
 from numpy.typing import NDArray
 
 from configs.schema import WeightSyncSettings
+from weight_sync.arena import Segment
 from weight_sync.buckets import ALIGNMENT
 from weight_sync.channel import Bucket, BucketKind, StreamEnd
 from weight_sync.connection import Connection
 from weight_sync.errors import IntegrityError, PeerFailed, PeerLost, ProtocolError
-from weight_sync.packets import BucketSent, Done, End, Free, RingPassed
+from weight_sync.lending import Borrowing, Loan, lend
+from weight_sync.packets import BucketSent, Done, End, Free, Returned, RingPassed, TablePassed
+from weight_sync.snapshot import Snapshot
 from weight_sync.transport import Cut, StageRequest, Terms
 from weight_sync.unix_listener import UnixListener, open_connection
 
@@ -113,6 +119,12 @@ class SharedMemorySender:
             self.connection.send(RingPassed(bucket_bytes=self._bucket_bytes), fd=self._ring.fd)
         return self._ring
 
+    def lend(self, snapshot: Snapshot, segments: Sequence[Segment]) -> None:
+        self._confirmed(lend(self.connection, snapshot, segments))
+
+    def wait_returned(self) -> bool:
+        return isinstance(self.connection.receive_whenever(), Returned)
+
     def close(self) -> None:
         ring, self._ring = self._ring, None
         if ring is not None:
@@ -151,6 +163,9 @@ class SharedMemorySender:
 
     def finish(self, end: StreamEnd) -> None:
         self.connection.place = f"after the last bucket ({self._num_sent - 1})"
+        self._confirmed(end)
+
+    def _confirmed(self, end: StreamEnd) -> None:
         self.connection.send(
             End(
                 policy_version=end.policy_version,
@@ -179,13 +194,23 @@ class SharedMemoryReceiver:
         self._policy_version = policy_version
         self._slot: int | None = None
         self._next_slot = 0
+        self._borrowing: Borrowing | None = None
+        self._buckets: Iterator[Bucket] = iter(())
+        self._loan: Loan | None = None
 
     @property
     def policy_version(self) -> int:
         return self._policy_version
 
     def receive(self) -> Bucket | StreamEnd:
+        lent = next(self._buckets, None)
+        if lent is not None:
+            return lent
         packet, fd = self.connection.receive_with_fd()
+        if isinstance(packet, TablePassed) and self._borrowing is None:
+            self._borrowing = Borrowing(self.connection, packet, fd)
+            self._buckets = self._borrowing.buckets()
+            return next(self._buckets)
         if isinstance(packet, RingPassed) and self._memory is None:
             self._map_ring(packet, fd)
             packet, fd = self.connection.receive_with_fd()
@@ -237,6 +262,8 @@ class SharedMemoryReceiver:
         return Bucket(kind=kind, sequence=packet.sequence, payload=payload, header=header)
 
     def release(self) -> None:
+        if self._borrowing is not None:
+            return
         assert self._slot is not None, "release without receive"
         self.connection.send(Free(slot=self._slot))
         self._next_slot = (self._slot + 1) % NUM_SLOTS
@@ -245,14 +272,25 @@ class SharedMemoryReceiver:
     def confirm(self, manifest_digest: str) -> None:
         self.connection.send(Done(manifest_digest=manifest_digest))
 
+    def take_loan(self) -> Loan | None:
+        """See `transport.Borrowing`."""
+        if self._borrowing is None:
+            return None
+        self._loan = Loan(self.connection, tuple(self._borrowing.segments))
+        return self._loan
+
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if error is not None and not isinstance(error, PeerLost | PeerFailed):
             self.connection.give_up(f"{type(error).__name__}: {error}")
-        self.connection.sock.close()
-        self._memory = None  # a reference to the channel, as in a traceback, must not keep the ring
+        if self._loan is None or error is not None:
+            self.connection.sock.close()
+            if self._borrowing is not None:
+                self._borrowing.drop()
+        # a reference to the channel, as in a traceback, must not keep the memory
+        self._memory, self._borrowing, self._buckets, self._loan = None, None, iter(()), None
 
 
 def open_listener(socket_dir: Path, settings: WeightSyncSettings, terms: Terms) -> UnixListener:

@@ -1,8 +1,8 @@
 """The engine's side of weight sync: pull a policy version into host memory while the engine goes on generating.
 
 Invariant: what is handed out for loading is complete and verified, and is exactly the version and digest that was asked for.
-Two arenas alternate, so the weights loaded last stay in memory while the next version arrives; they are what a failed load
-falls back to. One staging runs at a time; a newer one ends the older.
+The weights loaded last stay in memory while the next version arrives; they are what a failed load falls back to. Memory that
+the server lends is used as it lies; otherwise two arenas alternate. One staging runs at a time; a newer one ends the older.
 """
 
 from __future__ import annotations
@@ -12,20 +12,25 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Literal
 
 import structlog
 import torch
 
-from weight_sync.arena import Arena
+from weight_sync.arena import Arena, ArenaPool, Memory
 from weight_sync.errors import DeltaRefused, NotStaged, WeightSyncError
 from weight_sync.listeners import open_receiver, transport_of
 from weight_sync.manifest import Manifest
 from weight_sync.stream import receive_weights
-from weight_sync.transport import StageRequest, Terms
+from weight_sync.transport import Borrowing, LoanLike, StageRequest, Terms
 
 log = structlog.get_logger()
 
+Verify = Literal["always", "first", "never"]
+
 _SETTLE_S = 5.0
+_MAX_ARENAS = 3
+"""The version that is loaded, the next one, and one that others still read."""
 
 
 class StagingState(StrEnum):
@@ -42,8 +47,8 @@ class StagedWeights:
     policy_version: int
     manifest: Manifest
     tensors: dict[str, torch.Tensor]
-    """By name; views of an arena. Tied tensors stand under the one name under which they travelled."""
-    arena: int
+    """By name; views of `memory`. Tied tensors stand under the one name under which they travelled."""
+    memory: Memory
 
     @property
     def digest(self) -> str:
@@ -60,6 +65,7 @@ class _Attempt:
     nonce: str
     timeout_s: float
     cohort: int = 1
+    verifies: bool = True
     thread: threading.Thread | None = None
     cut: Callable[[str], None] | None = None
     cut_reason: str | None = None
@@ -73,16 +79,24 @@ class StagingArea:
     Args:
         check_manifest: refuses, by raising, weights that the engine's model could not take; called before any weight moves.
         dtype: in which floating weights have to come, such as `bfloat16`; empty: in any.
+        lendable: whether what it holds can be lent on (`WeightServer.hold`).
     """
 
     def __init__(
-        self, *, check_manifest: Callable[[Manifest], None], rank: int = 0, num_ranks: int = 1, dtype: str = ""
+        self,
+        *,
+        check_manifest: Callable[[Manifest], None],
+        rank: int = 0,
+        num_ranks: int = 1,
+        dtype: str = "",
+        lendable: bool = False,
     ) -> None:
         self._check_manifest = check_manifest
         self._rank = rank
         self._num_ranks = num_ranks
         self._dtype = dtype
-        self._arenas = (Arena(), Arena())
+        self._pool = ArenaPool(max_arenas=_MAX_ARENAS, lendable=lendable)
+        self._has_verified = False
         self._lock = threading.Lock()
         self._attempt: _Attempt | None = None
         self._staged: StagedWeights | None = None
@@ -106,9 +120,20 @@ class StagingArea:
                 "error": self._error,
             }
 
-    def stage(self, address: str, policy_version: int, *, engine: str, nonce: str, timeout_s: float, cohort: int = 1) -> None:
+    def stage(
+        self,
+        address: str,
+        policy_version: int,
+        *,
+        engine: str,
+        nonce: str,
+        timeout_s: float,
+        cohort: int = 1,
+        verify: Verify = "always",
+    ) -> None:
         """Begin to pull `policy_version` from `address` in a thread and return; the server learns how it ended.
 
+        `verify` says when checksums are computed of what arrives: always, with the first version of this worker, or never.
         A staging under way is ended first. Weights that were staged but not committed are forgotten.
 
         Raises:
@@ -117,19 +142,22 @@ class StagingArea:
         transport_of(address)
         if not timeout_s > 0:
             raise ValueError(f"got timeout_s={timeout_s}, expected more than 0")
-        attempt = _Attempt(address, policy_version, engine, nonce, timeout_s, cohort)
+        verifies = verify == "always" or (verify == "first" and not self._has_verified)
+        attempt = _Attempt(address, policy_version, engine, nonce, timeout_s, cohort, verifies)
         with self._lock:
             before, self._attempt = self._attempt, attempt
-            self._staged = None
+            forgotten, self._staged = self._staged, None
             self._state = StagingState.STAGING
             self._error = ""
             attempt.thread = threading.Thread(target=self._run, args=(attempt, before), name="weights-stage", daemon=True)
             if before is not None:
                 _cut(before, f"staging {nonce} of version {policy_version} takes its place")
             attempt.thread.start()
+        if forgotten is not None:
+            forgotten.memory.release()
 
     def close(self) -> None:
-        """End a staging under way and wait for its thread."""
+        """End a staging under way and wait for its thread. What is held stays readable; a lender has to do without it."""
         with self._lock:
             attempt = self._attempt
             if attempt is not None:
@@ -157,11 +185,16 @@ class StagingArea:
         return staged
 
     def mark_loaded(self, weights: StagedWeights) -> None:
-        """The model now holds `weights`; the next staging overwrites what it held before."""
+        """The model now holds `weights`; the memory of those that it held before is free."""
         with self._lock:
-            self._loaded = weights
-            self._staged = None
-            self._state = StagingState.IDLE
+            before, self._loaded = self._loaded, weights
+            if self._staged is weights:
+                self._staged = None
+                self._state = StagingState.IDLE
+            else:
+                weights.memory.retain()
+        if before is not None:
+            before.memory.release()
 
     # ── the thread ───────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -183,33 +216,45 @@ class StagingArea:
 
     def _end(self, attempt: _Attempt, staged: StagedWeights | None, error: str) -> None:
         with self._lock:
-            if self._attempt is attempt:
+            is_current = self._attempt is attempt
+            if is_current:
                 self._attempt = None
                 self._staged = staged
                 self._state = StagingState.STAGED if staged else StagingState.FAILED
                 self._error = error
+        if staged is not None and not is_current:
+            staged.memory.release()
 
     def _receive_any(self, attempt: _Attempt) -> StagedWeights:
         """Offer the loaded weights as a base; if what changed in them cannot be used, ask for all of the new ones."""
-        base = self._loaded
+        with self._lock:
+            base = self._loaded
+            if base is not None:
+                base.memory.retain()
         try:
             return self._receive(attempt, base)
         except DeltaRefused as error:
             log.warning(
                 "all weights are asked for", policy_version=attempt.policy_version, nonce=attempt.nonce, error=str(error)
             )
+        finally:
+            if base is not None:
+                base.memory.release()
         return self._receive(attempt, None)
 
     def _receive(self, attempt: _Attempt, base: StagedWeights | None) -> StagedWeights:
-        with self._lock:
-            arena_index = 0 if self._loaded is None else 1 - self._loaded.arena
-        arena = self._arenas[arena_index]
-        arena.reset()
+        arenas: list[Arena] = []
 
         def check(manifest: Manifest) -> None:
             attempt.manifest = manifest
             self._check_manifest(manifest)
-            arena.reserve(manifest.total_bytes + 64 * manifest.num_tensors)
+
+        def allocate(num_bytes: int) -> torch.Tensor:
+            if not arenas:
+                arenas.append(self._pool.take_anyway())
+                if attempt.manifest is not None:
+                    arenas[0].reserve(attempt.manifest.total_bytes + 64 * attempt.manifest.num_tensors)
+            return arenas[0].take(num_bytes)
 
         request = StageRequest(
             policy_version=attempt.policy_version,
@@ -225,13 +270,36 @@ class StagingArea:
         left_s = max(0.001, attempt.started + attempt.timeout_s - time.monotonic())
         channel = open_receiver(attempt.address, request, timeout_s=left_s, on_open=lambda cut: self._connected(attempt, cut))
         old = None if base is None else base.tensors
-        with channel:
-            tensors = dict(receive_weights(channel, allocate=arena.take, check_manifest=check, base=old))
-        if attempt.manifest is None:
-            raise WeightSyncError(f"{attempt.address} sent no manifest of version {attempt.policy_version}")
+        try:
+            with channel:
+                stream = receive_weights(channel, allocate=allocate, check_manifest=check, base=old, verify=attempt.verifies)
+                tensors = dict(stream)
+                if attempt.manifest is None:
+                    raise WeightSyncError(f"{attempt.address} sent no manifest of version {attempt.policy_version}")
+                loan = channel.take_loan() if isinstance(channel, Borrowing) else None
+        except BaseException:
+            for arena in arenas:
+                self._pool.give_back(arena, unread=True)
+            raise
+        self._has_verified |= attempt.verifies
         return StagedWeights(
-            policy_version=attempt.policy_version, manifest=attempt.manifest, tensors=tensors, arena=arena_index
+            policy_version=attempt.policy_version,
+            manifest=attempt.manifest,
+            tensors=tensors,
+            memory=self._memory(arenas, loan),
         )
+
+    def _memory(self, arenas: list[Arena], loan: LoanLike | None) -> Memory:
+        """Where the tensors lie: lent, copied, or (a lender may also send what it cannot lend) both."""
+
+        def free(unread: bool) -> None:
+            for arena in arenas:
+                self._pool.give_back(arena, unread)
+            if loan is not None:
+                loan.end(unread)
+
+        segments = [segment for arena in arenas for segment in arena.segments]
+        return Memory([*segments, *(loan.segments if loan is not None else ())], on_free=free)
 
     def _connected(self, attempt: _Attempt, cut: Callable[[str], None]) -> None:
         with self._lock:

@@ -16,7 +16,7 @@ import torch
 import xxhash
 from numpy.typing import NDArray
 
-from weight_sync.buckets import BucketLayout, Encoding, Piece, decode_header, encode_header
+from weight_sync.buckets import ALIGNMENT, BucketLayout, Encoding, Piece, decode_header, encode_header
 from weight_sync.channel import Bucket, BucketKind, ReceiveChannel, SendChannel, StreamEnd
 from weight_sync.delta import apply_delta
 from weight_sync.errors import DeltaRefused, IntegrityError, ProtocolError
@@ -210,13 +210,16 @@ def receive_weights(
     allocate: Callable[[int], torch.Tensor] = _own_memory,
     check_manifest: Callable[[Manifest], None] | None = None,
     base: Mapping[str, torch.Tensor] | None = None,
+    verify: bool = True,
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield (name, tensor) as tensors complete, each verified; confirm to the sender after the last one was taken.
 
     Args:
-        allocate: gives uint8[num_bytes] in which a tensor is put together and stays, aligned to 64 bytes.
+        allocate: gives uint8[num_bytes] in which a tensor is put together and stays, aligned to 64 bytes; not asked for tensors
+            in memory that is lent, which are yielded as they lie.
         check_manifest: called with the manifest before any weight moves, when the sender sends one; it refuses by raising.
         base: by name, the weights that the sender was told of; it may send what changed in them. They are only read.
+        verify: whether checksums of tensors that travel whole are computed; those that are built from the base always are.
 
     Raises:
         IntegrityError: a tensor is not what was sent, or not all of it arrived.
@@ -224,7 +227,7 @@ def receive_weights(
         ProtocolError: the stream is none.
         TransferTimeout, PeerLost, PeerFailed: see the channel.
     """
-    receiver = _Receiver(channel.policy_version, allocate, check_manifest, base or {})
+    receiver = _Receiver(channel.policy_version, allocate, check_manifest, base or {}, verify)
     while True:
         received = channel.receive()
         if isinstance(received, StreamEnd):
@@ -245,7 +248,9 @@ class _Receiver:
         allocate: Callable[[int], torch.Tensor],
         check_manifest: Callable[[Manifest], None] | None,
         base: Mapping[str, torch.Tensor],
+        verify: bool,
     ) -> None:
+        self._verifies = verify
         self._base = base
         self._policy_version = policy_version
         self._allocate = allocate
@@ -256,6 +261,8 @@ class _Receiver:
         self._specs: list[TensorSpec] = []
         self._checksums: list[int] = []
         self._memory: torch.Tensor | None = None
+        self._is_lent = False
+        """Whether the tensor under way lies in memory that was lent, where it stays."""
         self._filled = 0
         self._encoding = Encoding.FULL
         self._delta_bytes = 0
@@ -287,7 +294,7 @@ class _Receiver:
 
     def _take_piece(self, piece: Piece, bucket: Bucket) -> tuple[str, torch.Tensor] | None:
         if self._memory is None:
-            self._begin(piece)
+            self._begin(piece, bucket)
         memory = self._memory
         assert memory is not None
         index, spec = len(self._specs) - 1, self._specs[-1]
@@ -297,21 +304,28 @@ class _Receiver:
                 f"bucket {bucket.sequence}: got byte {piece.offset} of tensor {piece.index} ({piece.spec}, "
                 f"{piece.encoding.name}), expected byte {self._filled} of tensor {index} ({spec}, {self._encoding.name})"
             )
-        if piece.length:
+        if self._is_lent:
+            if self._verifies:
+                self._hasher.update(memory.numpy().data)
+        elif piece.length:
             into = memory.numpy() if piece.encoding is Encoding.FULL else self._delta
             window = into[piece.offset : piece.offset + piece.length]
             np.copyto(window, bucket.payload[piece.position : piece.position + piece.length])
-            if piece.encoding is Encoding.FULL:
+            if piece.encoding is Encoding.FULL and self._verifies:
                 self._hasher.update(window.data)
         self._filled += piece.length
         return self._complete(piece, memory) if piece.is_last else None
 
-    def _begin(self, piece: Piece) -> None:
+    def _begin(self, piece: Piece, bucket: Bucket) -> None:
         index = len(self._specs)
         if self._manifest is not None and (index >= self._manifest.num_tensors or self._manifest.specs[index] != piece.spec):
             raise IntegrityError(f"tensor {index} is {piece.spec}, which is not what the manifest describes")
         self._specs.append(piece.spec)
-        self._memory = self._allocate(piece.spec.num_bytes)
+        is_whole = piece.encoding is Encoding.FULL and piece.offset == 0 and piece.is_last
+        if bucket.lent is not None and is_whole and piece.position % ALIGNMENT == 0:
+            self._memory, self._is_lent = bucket.lent[piece.position : piece.position + piece.length], True
+        else:
+            self._memory, self._is_lent = self._allocate(piece.spec.num_bytes), False
         self._filled = 0
         self._encoding, self._delta_bytes = piece.encoding, piece.delta_bytes
         self._hasher.reset()
@@ -335,7 +349,7 @@ class _Receiver:
     def _complete(self, piece: Piece, memory: torch.Tensor) -> tuple[str, torch.Tensor]:
         if piece.encoding is not Encoding.FULL:
             self._rebuild(piece, memory.numpy())
-        checksum = self._hasher.intdigest()
+        checksum = self._hasher.intdigest() if self._verifies or piece.encoding is not Encoding.FULL else piece.checksum
         expected = piece.checksum if self._manifest is None else self._manifest.checksums[piece.index]
         if not checksum == piece.checksum == expected:
             kind = IntegrityError if piece.encoding is Encoding.FULL else DeltaRefused

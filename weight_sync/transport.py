@@ -7,14 +7,17 @@ and streams (`weight_sync.stream`); a receiver opens its end by address. Every w
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from types import TracebackType
-from typing import Protocol, Self
+from typing import TYPE_CHECKING, Protocol, Self, runtime_checkable
 
 from weight_sync.channel import ReceiveChannel, SendChannel
 from weight_sync.errors import ProtocolError
+
+if TYPE_CHECKING:
+    from weight_sync.arena import Segment
 
 PROTOCOL_VERSION = 2
 
@@ -127,6 +130,24 @@ class Receiving(ReceiveChannel, Protocol):
     def __enter__(self) -> Self: ...
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None: ...
+
+
+@runtime_checkable
+class Borrowing(Receiving, Protocol):
+    """A receiver's end to which memory may be lent. Unless the loan is taken over, leaving the transfer ends it."""
+
+    def take_loan(self) -> LoanLike | None:
+        """After the stream ended: the loan, which is the caller's to end from now on; None: the bytes were copied."""
+        ...
+
+
+class LoanLike(Protocol):
+    @property
+    def segments(self) -> Sequence[Segment]: ...
+
+    def end(self, unread: bool) -> None:
+        """`unread`: nobody reads it any more, and the lender may write it again."""
+        ...
 
 
 Cut = Callable[[str], None]

@@ -155,14 +155,13 @@ def test_the_version_before_is_served_until_the_next_but_one(tmp_path: Path) -> 
         assert outcomes.failed.get(timeout=WAIT_S).nonce == "late"
 
 
-def test_nothing_is_allocated_after_the_first_two_versions(tmp_path: Path) -> None:
+def test_nothing_is_allocated_after_the_first_three_versions(tmp_path: Path) -> None:
     with serving(tmp_path) as (server, _):
         held = []
-        for version in range(6):
+        for version in range(8):
             server.publish(weights(version).items(), policy_version=version)
-            held.append(sum(arena.capacity_bytes for arena in server._arenas))
-            assert_same(pull(server, version), weights(version))
-    assert held[1:] == [held[1]] * 5
+            held.append(server._pool.capacity_bytes)
+    assert held[2:] == [held[2]] * 6
 
 
 def test_two_versions_in_a_row_do_not_mix(tmp_path: Path) -> None:
@@ -247,7 +246,7 @@ def test_a_receiver_that_raises_is_quoted_with_the_bucket_and_can_come_back(tmp_
         failure = outcomes.failed.get(timeout=WAIT_S)
         assert failure.nonce == "first"
         assert "no room" in failure.reason
-        assert "bucket" in failure.reason
+        assert "segment" in failure.reason
         assert_same(pull(server, 1, nonce="second"), weights(1))
         assert outcomes.staged.get(timeout=WAIT_S).nonce == "second"
     assert leftovers() == []
@@ -264,7 +263,7 @@ def test_an_engine_killed_in_mid_stream_is_reported_and_does_not_stop_the_others
             failure = outcomes.failed.get(timeout=WAIT_S)
         assert failure.engine == "engine-0"
         assert "closed the connection" in failure.reason
-        assert "bucket" in failure.reason
+        assert "segment" in failure.reason
         for version in (2, 3, 4):
             server.publish(weights(version).items(), policy_version=version)
         assert_same(pull(server, 4), weights(4))
@@ -288,22 +287,22 @@ def test_an_engine_that_stalls_is_given_up_at_the_bucket_deadline(tmp_path: Path
             failure = outcomes.failed.get(timeout=WAIT_S)
             assert failure.engine == "slow"
             assert "silent for 0.5 s" in failure.reason
-            assert "waiting for bucket" in failure.reason
+            assert "segment" in failure.reason
 
 
-def test_publishing_cuts_an_engine_off_that_still_receives_the_version_before_last(tmp_path: Path) -> None:
+def test_publishing_cuts_an_engine_off_whose_version_has_been_replaced_thrice(tmp_path: Path) -> None:
     with serving(tmp_path, round_timeout_s=1.0, bucket_timeout_s=30.0) as (server, outcomes):
         server.publish(weights(1).items(), policy_version=1)
         with open_transfer(server, 1, engine="slow") as channel:
             stream = receive_weights(channel)
             next(stream)
-            server.publish(weights(2).items(), policy_version=2)
-            server.publish(weights(3).items(), policy_version=3)
+            for version in (2, 3, 4):
+                server.publish(weights(version).items(), policy_version=version)
             failure = outcomes.failed.get(timeout=WAIT_S)
             with pytest.raises(WeightSyncError):
                 list(stream)
         assert failure.engine == "slow"
-        assert_same(pull(server, 3), weights(3))
+        assert_same(pull(server, 4), weights(4))
 
 
 def test_the_cut_off_engine_is_told_which_version_needed_the_memory(tmp_path: Path) -> None:
@@ -312,9 +311,10 @@ def test_the_cut_off_engine_is_told_which_version_needed_the_memory(tmp_path: Pa
         with open_transfer(server, 1, engine="slow") as channel:
             next(receive_weights(channel))
             server.publish(weights(2).items(), policy_version=2)
-            server._settings = server._settings.model_copy(update={"round_timeout_s": 0.2})
             server.publish(weights(3).items(), policy_version=3)
-            assert "version 3 needs the memory of version 1" in outcomes.failed.get(timeout=WAIT_S).reason
+            server._settings = server._settings.model_copy(update={"round_timeout_s": 0.2})
+            server.publish(weights(4).items(), policy_version=4)
+            assert "version 4 needs the memory of version 1" in outcomes.failed.get(timeout=WAIT_S).reason
 
 
 def test_closing_ends_transfers_under_way(tmp_path: Path) -> None:
@@ -359,7 +359,7 @@ def test_a_server_killed_in_mid_stream_ends_the_receiver_and_leaves_no_memory(tm
             next(stream)
             process.kill()
             process.wait(WAIT_S)
-            with pytest.raises(PeerLost, match="at bucket"), channel:
+            with pytest.raises(PeerLost, match="at segment"), channel:
                 list(stream)
     with serving(tmp_path) as (server, _):
         assert server.address == address

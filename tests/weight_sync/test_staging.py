@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import queue
 import time
 from collections.abc import Iterator
@@ -31,9 +32,9 @@ class Outcomes:
 
 
 @contextmanager
-def serving(directory: Path) -> Iterator[tuple[WeightServer, Outcomes]]:
+def serving(directory: Path, **options: float) -> Iterator[tuple[WeightServer, Outcomes]]:
     outcomes = Outcomes()
-    settings = WeightSyncSettings(bucket_bytes=1 << 16)
+    settings = WeightSyncSettings.model_validate({"bucket_bytes": 1 << 16, **options})
     with WeightServer(
         settings, socket_dir=directory, dtype=torch.float32, on_staged=outcomes.staged.put, on_failed=outcomes.failed.put
     ) as server:
@@ -73,17 +74,93 @@ def test_a_version_can_be_loaded_as_soon_as_the_trainer_knows_that_it_is_staged(
             }
 
 
-def test_memory_is_taken_for_two_versions_and_then_reused(tmp_path: Path) -> None:
+def test_an_engine_takes_no_memory_where_the_server_lends_its_own(tmp_path: Path) -> None:
     with serving(tmp_path) as (server, outcomes):
         area = StagingArea(check_manifest=accept)
-        pointers, capacities = [], []
-        for version in range(1, 7):
-            staged = sync(area, server, outcomes, version)
-            pointers.append(staged.tensors["layer.0.weight"].data_ptr())
-            capacities.append(sum(arena.capacity_bytes for arena in area._arenas))
-    assert len(set(pointers)) == 2
-    assert pointers[:2] * 3 == pointers
-    assert capacities[1:] == [capacities[1]] * 5
+        for version in range(1, 9):
+            sync(area, server, outcomes, version)
+            assert area._pool.capacity_bytes == 0
+            assert server._pool.capacity_bytes <= 3 * (8 << 18) + (3 << 20)
+
+
+def test_memory_that_an_engine_was_lent_and_kept_is_never_written_again(tmp_path: Path) -> None:
+    with serving(tmp_path, round_timeout_s=0.2) as (server, outcomes):
+        area = StagingArea(check_manifest=accept)
+        kept = sync(area, server, outcomes, 1)
+        for version in range(2, 9):
+            server.publish(weights(version).items(), policy_version=version)
+            assert_holds(kept, 1)
+        assert_holds(sync(area, server, outcomes, 9), 9)
+
+
+def test_what_was_lent_is_read_when_the_server_is_gone(tmp_path: Path) -> None:
+    area = StagingArea(check_manifest=accept)
+    with serving(tmp_path) as (server, outcomes):
+        kept = sync(area, server, outcomes, 1)
+    with serving(tmp_path) as (server, outcomes):
+        for version in range(2, 6):
+            server.publish(weights(version).items(), policy_version=version)
+        assert_holds(kept, 1)
+
+
+def test_four_engines_read_one_copy(tmp_path: Path) -> None:
+    with serving(tmp_path) as (server, outcomes):
+        publication = server.publish(weights(1).items(), policy_version=1)
+        areas = [StagingArea(check_manifest=accept) for _ in range(4)]
+        inodes = set()
+        for area in areas:
+            stage(area, server, 1)
+            outcomes.staged.get(timeout=WAIT_S)
+            staged = area.get(1, publication.manifest_digest)
+            area.mark_loaded(staged)
+            inodes |= {os.fstat(segment.fd).st_ino for segment in staged.memory.segments if segment.fd is not None}
+        assert len(inodes) == len(server._held[0].memory.segments)
+        assert all(area._pool.capacity_bytes == 0 for area in areas)
+
+
+# ── a cache between the trainer and the engines ──────────────────────────────────────────────────────────────────────
+
+
+def test_a_cache_lends_on_what_it_was_lent(tmp_path: Path) -> None:
+    with serving(tmp_path / "trainer") as (trainer, to_cache), serving(tmp_path / "cache") as (cache, to_engine):
+        of_cache, of_engine = StagingArea(check_manifest=accept, lendable=True), StagingArea(check_manifest=accept)
+        for version in range(1, 9):
+            cache.hold(sync(of_cache, trainer, to_cache, version))
+            stage(of_engine, cache, version)
+            digest = to_engine.staged.get(timeout=WAIT_S).digest
+            staged = of_engine.get(version, digest)
+            of_engine.mark_loaded(staged)
+            assert_holds(staged, version)
+        assert of_cache._pool.capacity_bytes == of_engine._pool.capacity_bytes == cache._pool.capacity_bytes == 0
+        assert cache.versions == (7, 8)
+
+
+def test_a_cache_serves_on_when_the_trainer_is_gone(tmp_path: Path) -> None:
+    """B03."""
+    with serving(tmp_path / "cache") as (cache, to_engine):
+        of_cache = StagingArea(check_manifest=accept, lendable=True)
+        with serving(tmp_path / "trainer") as (trainer, to_cache):
+            cache.hold(sync(of_cache, trainer, to_cache, 1))
+        with serving(tmp_path / "trainer") as (trainer, to_cache):
+            for version in range(5, 9):
+                trainer.publish(weights(version).items(), policy_version=version)
+            area = StagingArea(check_manifest=accept)
+            stage(area, cache, 1)
+            assert_holds(area.get(1, to_engine.staged.get(timeout=WAIT_S).digest), 1)
+
+
+def test_an_engine_keeps_its_weights_when_the_cache_that_lent_them_dies(tmp_path: Path) -> None:
+    """The trainer may not write memory again that its borrower lent on."""
+    with serving(tmp_path / "trainer", round_timeout_s=0.2) as (trainer, to_cache):
+        of_cache, of_engine = StagingArea(check_manifest=accept, lendable=True), StagingArea(check_manifest=accept)
+        with serving(tmp_path / "cache") as (cache, to_engine):
+            cache.hold(sync(of_cache, trainer, to_cache, 1))
+            stage(of_engine, cache, 1)
+            staged = of_engine.get(1, to_engine.staged.get(timeout=WAIT_S).digest)
+            of_engine.mark_loaded(staged)
+        for version in range(2, 9):
+            sync(of_cache, trainer, to_cache, version)
+            assert_holds(staged, 1)
 
 
 def test_the_loaded_version_stays_whole_while_the_next_one_arrives(tmp_path: Path) -> None:
@@ -130,7 +207,7 @@ def test_weights_that_do_not_fit_are_refused_before_they_move_and_the_trainer_is
         assert failure.nonce == "n1"
         assert "ManifestMismatch: 8 tensors of another model" in failure.reason
         wait_until_settled(area)
-        assert sum(arena.capacity_bytes for arena in area._arenas) == 0
+        assert area._pool.capacity_bytes == 0
         with pytest.raises(NotStaged, match="8 tensors of another model"):
             area.get(1, publication.manifest_digest)
 
