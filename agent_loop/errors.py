@@ -7,6 +7,12 @@ AgentLoopError
 │   └── BadGeneration        an answer that cannot be trained on
 ├── NoRoom                   the context leaves no token to generate
 ├── RewardError              a reward that failed or is no finite number
+│   ├── RewardUnavailable    what it needs was not there: judge, sandbox, memory, its process; may be tried again
+│   ├── RewardTimeout        not scored within its deadline
+│   ├── BadGroundTruth       the row's fault: nothing could be scored against it
+│   └── Unscored             the reward said None
+├── ToolError                a tool that cannot be used as it is
+│   └── ToolUnavailable      what it needs was not there; may be tried again
 └── LoopError                an agent loop that left no trajectory behind
     └── Diverged             one that did not repeat what was recorded of it
 """
@@ -43,6 +49,30 @@ class NoRoom(AgentLoopError):
 
 class RewardError(AgentLoopError):
     """Raised when a reward function raised, or returned something else than a finite number or a dict with `score`."""
+
+
+class RewardUnavailable(RewardError):
+    """Raised when the infrastructure of a reward failed: never a wrong answer, never a score. The score may be asked again."""
+
+
+class RewardTimeout(RewardError):
+    """Raised when a score took longer than reward.timeout_s; the process that worked at it was killed."""
+
+
+class BadGroundTruth(RewardError):
+    """Raised when the ground truth of a row is none: no reply could be scored against it, so another attempt is of no use."""
+
+
+class Unscored(RewardError):
+    """Raised when a reward gave None: the rollout has no score, which is something else than a score of 0."""
+
+
+class ToolError(AgentLoopError):
+    """Raised when a tool cannot be loaded, or cannot be told to a model."""
+
+
+class ToolUnavailable(ToolError):
+    """Raised by a tool whose infrastructure failed: the call is made again, and then its rollout fails, with no reward."""
 
 
 class LoopError(AgentLoopError):

@@ -14,9 +14,9 @@ from typing import Protocol
 
 import structlog
 
-from agent_loop.errors import LoopError
+from agent_loop.errors import AgentLoopError
 from agent_loop.loop import AgentLoop, load_agent_loop
-from agent_loop.rewards import Reward
+from agent_loop.rewards import Scoring
 from configs.agreed import check_agreement
 from configs.errors import ConfigError
 from configs.paths import bus_address, held_alone, make_run_dir, socket_dir, sockets_of
@@ -29,6 +29,7 @@ from rollouter.data.sources import Rows, open_rows, read_all
 from rollouter.engine_pool import EnginePool
 from rollouter.engines import EngineFleet
 from rollouter.errors import RunDirInUse, TrainerFailed
+from rollouter.loops import setup_of
 from rollouter.pipeline import Pipeline
 from rollouter.prompts import MAX_ROWS_IN_MEMORY, Prompts, prepare
 from rollouter.run_in_hand import RunInHand
@@ -130,7 +131,7 @@ async def _until_over(daemon: RollouterDaemon, stop: asyncio.Event) -> None:
 class UserCode:
     """What the settings name by path; imported before anything else starts."""
 
-    def __init__(self, *, rows: Rows, loop: AgentLoop, reward: Reward) -> None:
+    def __init__(self, *, rows: Rows, loop: AgentLoop, reward: Scoring) -> None:
         self.rows = rows
         self.loop = loop
         self.reward = reward
@@ -139,10 +140,10 @@ class UserCode:
     def load(cls, settings: Settings) -> UserCode:
         """Raises ConfigError."""
         try:
-            loop = load_agent_loop(settings.rollouter.agent_loop)
-        except LoopError as error:
+            loop = load_agent_loop(settings.rollouter.agent_loop, setup_of(settings))
+        except AgentLoopError as error:
             raise ConfigError(str(error)) from error
-        return cls(rows=_checked_rows(settings), loop=loop, reward=reward_of(settings.data.reward))
+        return cls(rows=_checked_rows(settings), loop=loop, reward=reward_of(settings))
 
 
 class RollouterDaemon:
@@ -179,7 +180,8 @@ class RollouterDaemon:
             ) as link:
                 self._link = link
                 log.info("rollouter started", address=address, run_dir=str(self._settings.run_dir))
-                await self._serve(link)
+                async with self._user.reward.running():
+                    await self._serve(link)
         finally:
             await asyncio.shield(self._close_fleet())
 

@@ -164,7 +164,7 @@ class Evaluator:
         episodes = [task.result() for task in tasks if task not in late]
         scored = [episode for episode in episodes if isinstance(episode, Episode)]
         tally = Tally(
-            rewards=tuple(episode.reward for episode in scored),
+            rewards=tuple(episode.unshaped_reward for episode in scored),
             versions=frozenset(int(v) for episode in scored for v in episode.trajectory.versions if v != NO_VERSION),
             num_failed=len(plans) - len(scored),
             first_failure=next((episode for episode in episodes if isinstance(episode, str)), ""),

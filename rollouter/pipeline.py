@@ -13,7 +13,7 @@ from collections.abc import Callable
 import structlog
 
 from agent_loop.loop import AgentLoop
-from agent_loop.rewards import Reward
+from agent_loop.rewards import Scoring
 from configs.errors import ConfigError
 from configs.schema import Settings
 from rollouter.admission import Admission, HeldVersion, Hold
@@ -23,12 +23,14 @@ from rollouter.engines import EngineFleet
 from rollouter.evaluation import Evaluator
 from rollouter.follow import Follower
 from rollouter.live import LiveView
-from rollouter.prompts import Prompts
+from rollouter.loops import Loops, setup_of
+from rollouter.prompts import Issue, Prompts
 from rollouter.reports import Reports
 from rollouter.rollouts import Runner
 from rollouter.run_in_hand import RunInHand, take_up
-from rollouter.scoring import Scorer
+from rollouter.scoring import Scorer, Shaping
 from rollouter.status import Rate, StatusBoard
+from rollouter.weight_check import WeightChecker
 from sample_bus.messages import (
     LiveSettingsState,
     RolloutCounts,
@@ -44,6 +46,9 @@ from sample_bus.staleness import seats_of_run
 
 log = structlog.get_logger()
 
+_CHECKED_TASKS = 256
+"""Tasks at the head of the data whose agent loops are made before anything starts; those of later ones as they come."""
+
 
 class Pipeline:
     """Dispatch, following, evaluation and status of one process."""
@@ -55,7 +60,7 @@ class Pipeline:
         fleet: EngineFleet,
         *,
         loop: AgentLoop,
-        reward: Reward,
+        reward: Scoring,
         process: str,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -63,6 +68,7 @@ class Pipeline:
         self._link = link
         self._fleet = fleet
         self._loop = loop
+        self._loops: Loops | None = None
         self._reward = reward
         self._process = process
         self._clock = clock
@@ -91,6 +97,7 @@ class Pipeline:
             on_held=self._take_held,
             on_change=self.wake,
         )
+        self._checker = WeightChecker(engines=fleet, control=link, reports=self._reports)
         self.board = StatusBoard(link, self.status, heartbeat_interval_s=settings.bus.heartbeat_interval_s)
 
     def build(self, prompts: Prompts, codec: Codec) -> None:
@@ -98,11 +105,20 @@ class Pipeline:
         settings = self._settings
         self._check(prompts)
         stop_token_ids = self._stop_token_ids = codec.stop_token_ids(settings.sampling.stop)
+        loops = self._loops = Loops(
+            self._loop,
+            default_path=settings.rollouter.agent_loop,
+            names=settings.rollouter.agent_loops,
+            setup=setup_of(settings),
+        )
+        issues = [prompts.source.peek(ahead) for ahead in range(min(_CHECKED_TASKS, prompts.source.num_tasks))]
+        loops.check([*prompts.held_out, *(issue.task for issue in issues if isinstance(issue, Issue))])
         runner = self._runner = Runner(
             loop=self._loop,
+            loop_of=loops.of,
             engine=self._fleet,
             codec=codec,
-            scorer=Scorer(self._reward, codec),
+            scorer=Scorer(self._reward, codec, lambda: Shaping.of(self._live.settings)),
             max_model_len=settings.engine.max_model_len,
             timeout_s=lambda: self._live.settings.rollouter.rollout_timeout_s,
             seed=settings.seed,
@@ -125,6 +141,15 @@ class Pipeline:
     async def run(self) -> None:
         """Follow, evaluate and dispatch until drained. Raises what stops the run."""
         assert self._evaluator is not None, "run before build"
+        assert self._loops is not None, "run before build"
+        try:
+            await self._loops.open()
+            await self._follow_and_play()
+        finally:
+            await asyncio.shield(self._loops.close())
+
+    async def _follow_and_play(self) -> None:
+        assert self._evaluator is not None, "run before build"
         async with asyncio.TaskGroup() as tasks:
             side = [
                 tasks.create_task(part)
@@ -133,6 +158,7 @@ class Pipeline:
                     self._follower.run(),
                     self._follower.report_catch_ups(),
                     self._evaluator.run(),
+                    self._checker.run(),
                     self._watch_rejections(),
                 )
             ]

@@ -7,8 +7,9 @@ weights, task and (run seed, rollout, attempt), as far as the engine's arithmeti
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 import structlog
@@ -23,7 +24,7 @@ from agent_loop.task import Task
 from rollouter.errors import LateResult
 from rollouter.progress import Recording
 from rollouter.scoring import Scorer
-from sample_bus.sample import Sample, StopReason
+from sample_bus.sample import MAX_FIGURE_NAME, MAX_FIGURES, Sample, StopReason
 
 log = structlog.get_logger()
 
@@ -51,6 +52,10 @@ class Episode:
 
     trajectory: Trajectory
     reward: float
+    """What is trained on."""
+    unshaped_reward: float
+    """Without what its length cost."""
+    reward_parts: Mapping[str, float] = field(default_factory=dict)
 
 
 class Runner:
@@ -67,24 +72,25 @@ class Runner:
         timeout_s: Callable[[], float],
         seed: int,
         progress_interval_s: Callable[[], float] = lambda: 0.0,
+        loop_of: Callable[[Task], AgentLoop] | None = None,
     ) -> None:
-        """`timeout_s`, asked at its beginning, bounds one attempt, reward included; recorded attempts are recorded each
-        `progress_interval_s`, or at the end of each turn if that is 0."""
-        self._loop = loop
+        """`loop_of` picks each task's loop (None: `loop` plays all); `timeout_s`, asked at its beginning, bounds one attempt,
+        reward included; recorded attempts are recorded each `progress_interval_s`, or at the end of each turn if that is 0."""
+        self._loop_of = loop_of or (lambda task: loop)
         self._engine = engine
         self._codec = codec
         self._scorer = scorer
         self._max_model_len = max_model_len
         self._timeout_s = timeout_s
         self._seed = seed
-        self._is_resumable = is_resumable(loop)
         self._slices = Slices(progress_interval_s)
 
     async def attempt(self, plan: Plan, number: int, recording: Recording | None = None) -> Episode:
         """Play attempt `number`, going on from what `recording` has of it. Raises TimeoutError naming what it was doing
         (LateResult if it ended well, but too late), AgentLoopError (Diverged if it did not repeat what was recorded), or what
         the loop raised."""
-        if recording is not None and not self._is_resumable:
+        loop = self._loop_of(plan.task)
+        if recording is not None and not is_resumable(loop):
             recording.spoil()
             recording = None
         session = Session(
@@ -100,10 +106,10 @@ class Runner:
         scoring, timeout_s = False, self._timeout_s()
         try:
             async with asyncio.timeout(timeout_s) as deadline:
-                await self._loop.run(plan.task, session)
+                await loop.run(plan.task, session)
                 trajectory = session.trajectory()
                 scoring = True
-                reward = await self._scorer.score(plan.task, trajectory)
+                scored = await self._scorer.score(plan.task, trajectory)
             if deadline.expired():
                 raise LateResult(
                     f"rollout {plan.rollout_id} attempt {number} brought a result after its deadline of {timeout_s:g} s"
@@ -125,7 +131,7 @@ class Runner:
             if task is not None and task.cancelling():
                 raise
             raise AgentLoopError(f"rollout {plan.rollout_id} attempt {number}: something in it was cancelled") from error
-        return Episode(trajectory=trajectory, reward=reward)
+        return Episode(trajectory=trajectory, reward=scored.reward, unshaped_reward=scored.unshaped, reward_parts=scored.parts)
 
 
 def request_seed(run_seed: int, seed_key: str, attempt: int) -> int:
@@ -157,4 +163,13 @@ def sample_of(plan: Plan, attempt: int, episode: Episode, *, now: Callable[[], f
         settings_revision=plan.settings_revision,
         incarnation=plan.incarnation,
         produced_at=now(),
+        segment_starts=np.ascontiguousarray(trajectory.segment_starts, np.int32),
+        token_rewards=np.ascontiguousarray(trajectory.token_rewards, np.float32),
+        reward_parts=_some(episode.reward_parts, float),
+        counts=_some(trajectory.counts, int),
     )
+
+
+def _some(figures: Mapping[str, Any], kind: Callable[[Any], Any]) -> dict[str, Any]:
+    """As many as a sample carries, under names that it takes."""
+    return {str(name)[:MAX_FIGURE_NAME]: kind(value) for name, value in list(figures.items())[:MAX_FIGURES]}

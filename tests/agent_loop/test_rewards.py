@@ -16,7 +16,7 @@ from agent_loop.rewards import Reward, checked_score, exact_match, load_reward, 
 
 async def score(function: Any, solution: str = "7", truth: Any = "7") -> float:
     reward = Reward(path="test:function", function=function)
-    return await reward.score(data_source="test", solution_str=solution, ground_truth=truth, extra_info={})
+    return (await reward.score(data_source="test", solution_str=solution, ground_truth=truth, extra_info={})).value
 
 
 @pytest.mark.parametrize(

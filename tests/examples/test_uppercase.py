@@ -21,4 +21,4 @@ async def test_rows_and_reward_are_found_by_the_paths_in_the_settings() -> None:
         await reward.score(data_source=row.data_source, solution_str=text, ground_truth=row.ground_truth, extra_info={})
         for text in ("TIGER\n", "TIGRE\n", "x\n")
     ]
-    assert scores == [1.0, 0.3, 0.0]
+    assert [score.value for score in scores] == [1.0, 0.3, 0.0]

@@ -1,0 +1,31 @@
+"""Rewards: user functions with verl's signature, and the ones shipped here.
+
+Invariant: a score is a finite float or an error; a failed reward is never a reward of 0. What may block, spin, fork or leak
+runs in processes of its own (`pool`), which are killed at the deadline; only the cheapest are computed where
+they are asked for.
+"""
+
+from agent_loop.rewards.documents import json_schema
+from agent_loop.rewards.loading import Reward, Scoring, load_reward
+from agent_loop.rewards.maths import math_equal
+from agent_loop.rewards.score import Score, checked_score, score_of
+from agent_loop.rewards.sums import countdown, gsm8k
+from agent_loop.rewards.texts import choice, exact_match, numeric_match, regex_match, think_answer_format
+
+__all__ = [
+    "Reward",
+    "Score",
+    "Scoring",
+    "checked_score",
+    "choice",
+    "countdown",
+    "exact_match",
+    "gsm8k",
+    "json_schema",
+    "load_reward",
+    "math_equal",
+    "numeric_match",
+    "regex_match",
+    "score_of",
+    "think_answer_format",
+]

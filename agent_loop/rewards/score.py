@@ -1,0 +1,69 @@
+"""What a reward says of one reply.
+
+Invariant: a score is a finite float with finite parts, or an error; what cannot be read as a number never becomes 0.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from agent_loop.errors import RewardError, Unscored
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Score:
+    """A reward and what it is made of."""
+
+    value: float
+    """What is trained on."""
+    parts: Mapping[str, float] = field(default_factory=dict)
+    """Numbers to log beside it, by name: the parts of a weighted sum before their weights, or the numbers that a reward
+    returned beside `score`."""
+
+
+def score_of(value: Any, *, path: str) -> Score:
+    """What a reward returned, as a score: a number, or a dict with `score`, whose other numbers become parts.
+
+    Raises Unscored for None, RewardError for anything else that is no finite number.
+    """
+    if isinstance(value, Score):
+        return Score(value=_number(value.value, path), parts={name: _number(part, path) for name, part in value.parts.items()})
+    if isinstance(value, Mapping):
+        if "score" not in value:
+            raise RewardError(f"reward {path}: got a dict with keys {sorted(map(str, value))}, expected one with `score`")
+        parts = {str(name): number for name, part in value.items() if (number := _maybe(part)) is not None and name != "score"}
+        return Score(value=_number(value["score"], path), parts=parts)
+    return Score(value=_number(value, path))
+
+
+def checked_score(value: Any, *, path: str) -> float:
+    """`value` as a finite float; of a dict, its `score`. Raises RewardError."""
+    return score_of(value, path=path).value
+
+
+def _number(value: Any, path: str) -> float:
+    if value is None:
+        raise Unscored(f"reward {path}: got None: not scored")
+    if isinstance(value, (str, bytes)):
+        raise RewardError(f"reward {path}: got {value!r}, expected a number")
+    try:
+        score = float(value)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise RewardError(f"reward {path}: got {type(value).__name__}, expected a number") from error
+    if not math.isfinite(score):
+        raise RewardError(f"reward {path}: got {score}, expected a finite number")
+    return score
+
+
+def _maybe(value: Any) -> float | None:
+    """A number that may be logged, or None: what a reward returns beside its score is no reason to fail."""
+    if value is None or isinstance(value, (str, bytes, Mapping)):
+        return None
+    try:
+        number = float(value)
+    except (TypeError, ValueError, OverflowError):
+        return None
+    return number if math.isfinite(number) else None

@@ -1,0 +1,121 @@
+"""Reward functions that do what user code does at its worst; loaded by reward processes, by path."""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+from agent_loop.errors import RewardUnavailable
+
+_KEPT: list[bytes] = []
+
+
+def by_word(data_source: str, solution_str: str, ground_truth: Any, extra_info: Any = None) -> Any:
+    """Does what the reply says; 1.0 for anything else."""
+    match solution_str.split(" ", 1)[0]:
+        case "spin-in-c":
+            re.match(r"(a+)+$", "a" * 64 + "b")
+        case "spin-in-python":
+            while True:
+                pass
+        case "sleep":
+            time.sleep(600)
+        case "ignore-signals":
+            for number in (signal.SIGTERM, signal.SIGINT, signal.SIGALRM):
+                signal.signal(number, signal.SIG_IGN)
+            time.sleep(600)
+        case "die":
+            os._exit(7)
+        case "crash":
+            ctypes.string_at(0)
+        case "exit":
+            sys.exit(3)
+        case "raise":
+            raise KeyError("golden")
+        case "none":
+            return None
+        case "print":
+            os.write(1, b"noise " * 20_000)
+            sys.stdout.write("more noise\n")
+        case "fork":
+            if os.fork() == 0:
+                return 0.5
+        case "children":
+            child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
+            Path(str(ground_truth)).write_text(f"{child.pid} {os.getpid()}")
+            time.sleep(600)
+        case "leak":
+            _KEPT.append(b"x" * (1 << 28))
+        case "pid":
+            return {"score": 1.0, "pid": os.getpid()}
+        case "down":
+            raise RewardUnavailable("the judge is down")
+        case "connection":
+            raise ConnectionRefusedError("nobody listens")
+        case "down-once":
+            flag = Path(str(ground_truth))
+            if not flag.exists():
+                flag.touch()
+                raise RewardUnavailable("the judge is down")
+        case "alarm":
+            signal.signal(signal.SIGALRM, lambda *_: None)
+            signal.alarm(1)
+            signal.alarm(0)
+    return 1.0
+
+
+async def by_word_async(data_source: str, solution_str: str, ground_truth: Any, extra_info: Any = None) -> Any:
+    match solution_str:
+        case "sleep":
+            await asyncio.Event().wait()
+        case "block":
+            threading.Event().wait()
+        case "stubborn":
+            while True:
+                try:
+                    await asyncio.Event().wait()
+                except asyncio.CancelledError:
+                    pass
+        case "pid":
+            return {"score": 1.0, "pid": os.getpid()}
+        case "raise":
+            raise KeyError("golden")
+    await asyncio.sleep(0.01)
+    return 1.0
+
+
+def batch(data_sources: Any, solution_strs: Any, ground_truths: Any, extra_infos: Any) -> Any:
+    """Scores with the size of the batch as a part; fails, hangs or miscounts as a whole when a reply says so."""
+    if "raise" in solution_strs:
+        raise KeyError("golden")
+    if "sleep" in solution_strs:
+        time.sleep(600)
+    scores: list[Any] = [{"score": 1.0, "size": len(solution_strs)} for _ in solution_strs]
+    if "short" in solution_strs:
+        return scores[:-1]
+    return [*scores, 1.0] if "long" in solution_strs else scores
+
+
+def echo(data_source: str, solution_str: str, ground_truth: Any, extra_info: Any = None, *, factor: float = 1.0) -> Any:
+    """What arrived, said by its representation."""
+    raise ValueError(repr((data_source, ground_truth, extra_info, factor)))
+
+
+def length(data_source: str, solution_str: str, ground_truth: Any, extra_info: Any = None) -> float:
+    return float(len(solution_str))
+
+
+def not_a_number(data_source: str, solution_str: str, ground_truth: Any, extra_info: Any = None) -> float:
+    return 0.0
+
+
+not_a_number.self_test = (("right", "right"),)  # type: ignore[attr-defined]
