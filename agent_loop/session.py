@@ -182,6 +182,11 @@ class Session:
         segment, token = self._rewarded
         segment.rewards.append((token, float(value)))
 
+    def truncate(self) -> None:
+        """Say that the rollout ends for want of room: its stop reason is `length`."""
+        self._last_end = None if self._last_end is None else "length"
+        self.count("truncated_rollouts")
+
     def count(self, what: str, by: int = 1) -> None:
         """Count what happened, by name; it becomes a metric (`MAX_FIGURES` names at most)."""
         self.counts[what] = self.counts.get(what, 0) + by

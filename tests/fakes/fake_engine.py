@@ -17,6 +17,7 @@ import numpy.typing as npt
 
 from agent_loop.engine import Generation, SamplingParams
 from sample_bus.messages import EngineStatus, RoundResult, WeightRound
+from sample_bus.weight_checks import EngineWeights, WorkerWeights
 
 EOS = 0
 ALPHABET = "\n0123456789abcdefghijklmnopqrstuvwxyz=+ ,.:<>|/ABCDEFGHIJKLMNOPQRSTUVWXYZ_-"
@@ -35,9 +36,16 @@ class FakeTokenizer:
     def __len__(self) -> int:
         return len(ALPHABET) + 2
 
-    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+    @property
+    def chat_template(self) -> str:
+        return "role:content" if self._chat_template else ""
+
+    def get_added_vocab(self) -> dict[str, int]:
+        return {"<eos>": EOS, "<bos>": self.bos}
+
+    def encode(self, text: str, *, add_special_tokens: bool, split_special_tokens: bool = False) -> list[int]:
         ids: list[int] = []
-        for part in text.split("<bos>"):
+        for part in [text.replace("<bos>", "bos")] if split_special_tokens else text.split("<bos>"):
             ids += [ALPHABET.index(char) + 1 for char in part] + [self.bos]
         del ids[-1]
         return [self.bos, *ids] if add_special_tokens and self._adds_bos else ids
@@ -48,7 +56,7 @@ class FakeTokenizer:
             ("" if skip_special_tokens else names[token]) if token in names else ALPHABET[token - 1] for token in token_ids
         )
 
-    def apply_chat_template(self, conversation: Any, *, tokenize: bool, add_generation_prompt: bool) -> Any:
+    def apply_chat_template(self, conversation: Any, *, tokenize: bool, add_generation_prompt: bool, tools: Any = None) -> Any:
         if not self._chat_template:
             raise ValueError("this tokenizer has no chat template")
         text = "<bos>" + "".join(f"{message['role']}:{message['content']}\n" for message in conversation)
@@ -183,6 +191,16 @@ class FakeEngine:
         self.synced.append((round.incarnation, round.policy_version))
         self._serving.set()
         return self._result(round, committed=True)
+
+    async def check_weights(self, *, effective: bool) -> list[EngineWeights]:
+        """Its weights are one tensor: the version."""
+        number = 1 if effective and self.version is not None else None
+        held = WorkerWeights(
+            policy_version=self.version,
+            checksums={} if self.version is None else {"version": f"{self.version:016x}"},
+            num_equal=number,
+        )
+        return [EngineWeights(incarnation="", request_id=0, engine=self.name, num_engines=1, workers=(held,))]
 
     def statuses(self) -> tuple[EngineStatus, ...]:
         state = "serving" if self._serving.is_set() else "waiting for weights"

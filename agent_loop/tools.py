@@ -1,0 +1,162 @@
+"""Tools: what a model may call, and functions as tools.
+
+Invariant: a tool says its arguments as a JSON schema. Its `call` runs beside the rollouts' event loop (`agent_loop.side_loop`),
+so that it stalls none of them, whatever it does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import re
+import threading
+import typing
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import pydantic
+
+from agent_loop.errors import ToolError
+
+_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToolContext:
+    """For whom a call is made. A function that asks for it by annotation gets it; models never see it."""
+
+    rollout_id: str
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+    """What the task's row says for this tool (`tools_kwargs`)."""
+
+
+class Tool(Protocol):
+    """One tool; it serves many rollouts at once."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def description(self) -> str: ...
+
+    @property
+    def parameters(self) -> Mapping[str, Any]:
+        """JSON schema of the arguments, an object."""
+        ...
+
+    async def call(self, arguments: Mapping[str, Any], context: ToolContext) -> Any:
+        """Do it: text, or plain data that is shown as JSON. The arguments fit the schema.
+
+        An exception is shown to the model; `ToolUnavailable` is tried again, and then fails the rollout.
+        """
+        ...
+
+
+def schema_for_template(tool: Tool) -> dict[str, Any]:
+    """The tool as chat templates take it."""
+    return {
+        "type": "function",
+        "function": {"name": tool.name, "description": tool.description, "parameters": dict(tool.parameters)},
+    }
+
+
+class FunctionTool:
+    """A function as a tool: its name, its docstring, and a JSON schema of its type hints.
+
+    A blocking function runs in a thread of its own, so that one that never returns keeps nothing else from running.
+    """
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        """Raises ToolError for a function whose parameters cannot be told to a model."""
+        self._function = function
+        self.name = getattr(function, "__name__", type(function).__name__)
+        if not _NAME.fullmatch(self.name):
+            raise ToolError(f"tool {self.name!r}: expected a name of letters, digits, `_`, `.` and `-`")
+        text = inspect.getdoc(function) or ""
+        self.description = re.split(r"\n\s*(?:Args|Returns|Raises):", text)[0].strip()
+        self._context_name, self.parameters = _schema_of(function, self.name, _told_of(text))
+
+    async def call(self, arguments: Mapping[str, Any], context: ToolContext) -> Any:
+        """See `Tool.call`."""
+        told = dict(arguments)
+        if self._context_name is not None:
+            told[self._context_name] = context
+        if inspect.iscoroutinefunction(self._function):
+            return await self._function(**told)
+        return await in_thread(lambda: self._function(**told), name=f"tool-{self.name}")
+
+
+async def in_thread(work: Callable[[], Any], *, name: str) -> Any:
+    """What `work` returns, in a daemon thread of its own: when it is given up nobody waits for it."""
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[Any] = loop.create_future()
+
+    def settle(error: BaseException | None, value: Any) -> None:
+        if future.done():
+            return
+        if error is None:
+            future.set_result(value)
+        else:
+            future.set_exception(error)
+
+    def run() -> None:
+        error, value = None, None
+        try:
+            value = work()
+        except BaseException as raised:  # noqa: BLE001 - it is handed on, whatever it is
+            error = RuntimeError(f"{type(raised).__name__}: {raised}") if isinstance(raised, StopIteration) else raised
+        if not loop.is_closed():
+            loop.call_soon_threadsafe(settle, error, value)
+
+    threading.Thread(target=run, name=name, daemon=True).start()
+    return await future
+
+
+def _schema_of(function: Callable[..., Any], name: str, told: Mapping[str, str]) -> tuple[str | None, dict[str, Any]]:
+    """(name of the parameter that takes the context, JSON schema of the others)."""
+    try:
+        hints = typing.get_type_hints(function, include_extras=True)
+    except (NameError, TypeError) as error:
+        raise ToolError(f"tool {name}: its type hints cannot be read: {error}") from error
+    context_name = None
+    fields: dict[str, Any] = {}
+    for parameter in inspect.signature(function).parameters.values():
+        if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
+            raise ToolError(f"tool {name}: got the parameter {parameter}, expected ones that can be given by name")
+        hint = hints.get(parameter.name)
+        if hint is None:
+            raise ToolError(f"tool {name}: the parameter {parameter.name} has no type hint")
+        if hint is ToolContext:
+            context_name = parameter.name
+            continue
+        default = ... if parameter.default is parameter.empty else parameter.default
+        fields[parameter.name] = (hint, pydantic.Field(default, description=told.get(parameter.name)))
+    try:
+        schema = pydantic.create_model(name, **fields).model_json_schema()
+    except (pydantic.errors.PydanticUserError, NameError, TypeError) as error:
+        raise ToolError(f"tool {name}: its parameters have no JSON schema: {error}") from error
+    return context_name, {**_without_titles(schema), "additionalProperties": False}
+
+
+def _without_titles(schema: Any) -> Any:
+    if isinstance(schema, dict):
+        return {
+            key: {name: _without_titles(one) for name, one in value.items()} if key == "properties" else _without_titles(value)
+            for key, value in schema.items()
+            if key != "title"
+        }
+    return [_without_titles(one) for one in schema] if isinstance(schema, list) else schema
+
+
+def _told_of(text: str) -> dict[str, str]:
+    """What a docstring's `Args:` says of each parameter."""
+    _, found, rest = text.partition("Args:\n")
+    told: dict[str, str] = {}
+    for line in rest.splitlines() if found else []:
+        if line.strip() and not line.startswith((" ", "\t")):
+            break
+        match = re.fullmatch(r"\s+(\w+)(?:\s*\([^)]*\))?:\s*(.+)", line)
+        if match:
+            told[match[1]] = match[2].strip()
+    return told

@@ -1,0 +1,89 @@
+"""Which agent loop plays a task.
+
+Invariant: a name that no loop answers to is an error before anything is generated, as far as the rows are known by then; no
+row silently plays another loop than it says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import structlog
+
+from agent_loop.errors import AgentLoopError, LoopError
+from agent_loop.loop import SHIPPED, AgentLoop, LoopSetup, load_agent_loop, path_of
+from agent_loop.task import Task
+from configs.errors import ConfigError
+from configs.schema import Settings
+
+log = structlog.get_logger()
+
+
+def setup_of(settings: Settings) -> LoopSetup:
+    return LoopSetup(tools=settings.tools, environment=settings.rollouter.environment)
+
+
+class Loops:
+    """By name; each is made once."""
+
+    def __init__(self, default: AgentLoop, *, default_path: str, names: Sequence[str], setup: LoopSetup) -> None:
+        """`names` are `NAME=module:Class`. Raises ConfigError."""
+        self._default = default
+        self._setup = setup
+        self._loops: dict[str, AgentLoop] = {path_of(default_path): default}
+        self._paths: dict[str, str] = {}
+        for entry in names:
+            name, equals, path = entry.partition("=")
+            if not equals or not name or not path:
+                raise ConfigError(f"rollouter.agent_loops: got {entry!r}, expected NAME=module:Class")
+            self._paths[name] = path
+
+    def of(self, task: Task) -> AgentLoop:
+        """The loop that plays `task`. Raises LoopError, ToolError."""
+        if not task.agent_name:
+            return self._default
+        path = path_of(self._paths.get(task.agent_name, task.agent_name))
+        if path not in self._loops:
+            if ":" not in path:
+                known = ", ".join([*SHIPPED, *self._paths])
+                raise LoopError(f"agent_name: got {task.agent_name!r}, expected one of {known}, or module:Class")
+            self._loops[path] = load_agent_loop(path, self._setup)
+        return self._loops[path]
+
+    def check(self, tasks: Iterable[Task]) -> None:
+        """Make the loops that `tasks` name. Raises ConfigError naming the first task whose loop is not there.
+
+        Warns when tools are named and no row plays a loop that calls them.
+        """
+        seen: dict[str, Task] = {}
+        for task in tasks:
+            seen.setdefault(task.agent_name, task)
+        for task in seen.values():
+            try:
+                self.of(task)
+            except AgentLoopError as error:
+                raise ConfigError(f"task {task.task_id}: {error}") from error
+        if seen and self._setup.tools.sources and not any(calls_tools(self.of(task)) for task in seen.values()):
+            log.warning("tools are set, and no row plays an agent loop that calls them", tools=list(self._setup.tools.sources))
+
+    async def open(self) -> None:
+        """Let those that ask for it prepare. Raises ConfigError."""
+        for path, loop in self._loops.items():
+            begin: Any = getattr(loop, "open", None)
+            if begin is None:
+                continue
+            try:
+                await begin()
+            except AgentLoopError as error:
+                raise ConfigError(f"agent loop {path}: {error}") from error
+
+    async def close(self) -> None:
+        for loop in self._loops.values():
+            end: Any = getattr(loop, "close", None)
+            if end is not None:
+                await end()
+
+
+def calls_tools(loop: AgentLoop) -> bool:
+    return getattr(loop, "calls_tools", False) is True
