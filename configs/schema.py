@@ -16,6 +16,10 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 from configs.bus_address import is_loopback, problem_of, problem_of_transport, tcp_insecurity
 
 
+MAX_ENGINE_LORA_RANK = 512
+"""Of vLLM."""
+
+
 class Section(BaseModel):
     """A frozen group of settings that refuses unknown keys, NaN and infinities."""
 
@@ -283,6 +287,16 @@ class WeightSyncSettings(Section):
         "auto",
         description="`full`: all of the weights travel each time. `delta`: only what changed since the version that the "
         "receiver holds, bit by bit, where that is smaller. `auto`: `delta` over tcp and collective, `full` within a host.",
+    )
+    lora: Literal["merged", "adapter"] = Field(
+        "merged",
+        description="With trainer.lora_rank, what engines are given: `merged`, the whole weights with the adapters added; "
+        "`adapter`, the adapters alone, which the engines apply beside the weights that they started with.",
+    )
+    probe: Literal["off", "on"] = Field(
+        "off",
+        description="`on`: after each round an engine scores a fixed sequence, and its logprobs are compared with those of the "
+        "trainer's forward pass at the same version.",
     )
     listen_host: str = Field(
         "127.0.0.1",
@@ -621,6 +635,11 @@ class Settings(Section):
             problems.append(
                 f"samples_per_step={self.samples_per_step} is no multiple of group_size={self.group_size} "
                 f"(nearest: {low} or {(self.samples_per_step // self.group_size + 1) * self.group_size})"
+            )
+        if self.weight_sync.lora == "adapter" and not 0 < self.trainer.lora_rank <= MAX_ENGINE_LORA_RANK:
+            problems.append(
+                f"weight_sync.lora=adapter with trainer.lora_rank={self.trainer.lora_rank}: engines take ranks from 1 to "
+                f"{MAX_ENGINE_LORA_RANK}"
             )
         if self.min_survivors > self.group_size:
             problems.append(f"min_survivors={self.min_survivors} is above group_size={self.group_size}: none could be trained")
