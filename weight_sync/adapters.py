@@ -139,11 +139,11 @@ class AdapterLoader:
         return (b.float() * self._scale).to(self._dtype)
 
     def _layers(self) -> Iterator[tuple[str, tuple[Any, int]]]:
-        """Path in the checkpoint to (vLLM's layer, which of its parts)."""
+        """Path in the checkpoint to (vLLM's layer, which of its parts), for linear layers."""
         packed: Mapping[str, list[str]] = self._manager.packed_modules
         for path, module in self._manager.modules.items():
-            if not hasattr(module, "lora_a_stacked"):
-                continue
+            if not isinstance(getattr(module, "lora_a_stacked", None), tuple):
+                continue  # an embedding or the language head
             parts = packed.get(path)
             if parts is None:
                 yield path, (module, 0)
