@@ -15,7 +15,6 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 
 from configs.bus_address import is_loopback, problem_of, problem_of_transport, tcp_insecurity
 
-
 MAX_ENGINE_LORA_RANK = 512
 """Of vLLM."""
 
@@ -310,6 +309,17 @@ class WeightSyncSettings(Section):
         description="Host by which engines reach the trainer; null: listen_host, or what leads here where that is a wildcard.",
     )
     num_connections: int = Field(2, ge=1, le=16, description="Connections over which `tcp` spreads one transfer.")
+    switch: Literal["together", "rolling"] = live(
+        "together",
+        Scope.NEXT_SYNC,
+        description="`together`: all engines load a version at once. `rolling`: one after another, so that generation never "
+        "stops everywhere; for as long as that takes, engines of one rollouter serve two versions.",
+    )
+    host_cache: bool = Field(
+        True,
+        description="Let a process of the rollouter stage each version once and lend it to all engines of this host; engines "
+        "that start again get it there, without the trainer.",
+    )
     name_map: str | None = Field(
         None, description="Dotted path `module:function` from the trainer's name of a tensor to the engine's; null: the same."
     )
@@ -420,6 +430,13 @@ class RollouterSettings(Section):
     )
     max_attempts: int = live(3, Scope.AT_ONCE, ge=1, le=1000, description="Times that a rollout is tried before it is dropped.")
     max_consecutive_failures: int = Field(64, ge=1, description="Failed rollouts in a row after which the run stops.")
+    max_failed_fraction: float = Field(
+        0.5,
+        ge=0,
+        le=1,
+        description="Share of failed rollouts, among the last failure_window, above which the run stops; 1: never.",
+    )
+    failure_window: int = Field(256, ge=1, le=1_000_000, description="Rollouts over which max_failed_fraction is taken.")
     group_timeout_s: float | None = live(
         None,
         Scope.NEXT_ADMISSION,

@@ -2,7 +2,7 @@
 
 RolloutError
 ├── DataError          rows that cannot become tasks; also a ConfigError
-├── TooManyFailures    so many rollouts failed in a row that going on makes no sense
+├── TooManyFailures    so many rollouts failed that going on makes no sense
 ├── RoundFailed        a policy version that the engines could not take
 ├── EvaluationFailed   an evaluation without a single scored sample
 ├── DataExhausted      the passes over the data that were allowed are over before the steps
@@ -27,7 +27,8 @@ class DataError(RolloutError, ConfigError):
 
 
 class TooManyFailures(RolloutError):
-    """Raised when rollouter.max_consecutive_failures rollouts failed in a row; carries the first one's reason."""
+    """Raised when rollouter.max_consecutive_failures rollouts failed in a row, or more than rollouter.max_failed_fraction of
+    the newest ones; carries the first one's reason."""
 
 
 class RoundFailed(RolloutError):

@@ -110,7 +110,11 @@ async def take_up(
         policy=lambda: seat_policy_of(live.settings),
         quarantine=quarantine,
         max_task_failures=settings.rollouter.max_task_failures,
-        streak=FailureStreak(limit=settings.rollouter.max_consecutive_failures),
+        streak=FailureStreak(
+            limit=settings.rollouter.max_consecutive_failures,
+            max_fraction=settings.rollouter.max_failed_fraction,
+            window=settings.rollouter.failure_window,
+        ),
         is_current=rebase,
     )
     dispatcher = Dispatcher(

@@ -4,9 +4,20 @@ from __future__ import annotations
 
 import pytest
 
-from agent_loop.errors import BadGeneration, EngineUnavailable, LoopError, NoRoom, RequestRefused, RewardError
+from agent_loop.errors import (
+    BadGeneration,
+    BadGroundTruth,
+    EngineUnavailable,
+    LoopError,
+    NoRoom,
+    RequestRefused,
+    RewardError,
+    RewardTimeout,
+    RewardUnavailable,
+    Unscored,
+)
 from rollouter.errors import TooManyFailures
-from rollouter.failures import NO_FAULT, FailureReason, FailureStreak, reason_of
+from rollouter.failures import FINAL, NO_FAULT, TASK_FAULT, FailureReason, FailureStreak, reason_of
 from sample_bus.errors import SampleTooLarge, WireError
 
 
@@ -18,6 +29,10 @@ from sample_bus.errors import SampleTooLarge, WireError
         (RequestRefused(), FailureReason.REQUEST_REFUSED),
         (BadGeneration(), FailureReason.BAD_GENERATION),
         (RewardError(), FailureReason.REWARD_FAILED),
+        (RewardUnavailable(), FailureReason.REWARD_UNAVAILABLE),
+        (RewardTimeout(), FailureReason.REWARD_TIMEOUT),
+        (BadGroundTruth(), FailureReason.BAD_GROUND_TRUTH),
+        (Unscored(), FailureReason.UNSCORED),
         (NoRoom(), FailureReason.NO_ROOM),
         (LoopError(), FailureReason.AGENT_LOOP_FAILED),
         (WireError(), FailureReason.BAD_SAMPLE),
@@ -56,3 +71,31 @@ def test_what_was_no_fault_does_not_count() -> None:
     for reason in NO_FAULT:
         streak.failed("r1", reason, "")
     assert streak.length == 0
+
+
+def test_a_share_of_failures_stops_the_run_although_some_succeed_and_says_of_what_kind_they_are() -> None:
+    """B108, for a reward that fails for most rows only."""
+    streak = FailureStreak(limit=1000, max_fraction=0.5, window=8)
+    for number in range(4):
+        streak.failed(f"r{number}", FailureReason.REWARD_FAILED, "KeyError: 'golden'")
+        streak.succeeded()
+    streak.failed("r4", FailureReason.REWARD_UNAVAILABLE, "503")
+    with pytest.raises(
+        TooManyFailures,
+        match=r"5 of the last 8 rollouts failed .*: reward failed 3, reward unavailable 2; first: rollout r1: .*golden",
+    ):
+        streak.failed("r5", FailureReason.REWARD_UNAVAILABLE, "503")
+
+
+def test_a_share_is_taken_of_a_full_window_only() -> None:
+    streak = FailureStreak(limit=1000, max_fraction=0.0, window=3)
+    streak.failed("r1", FailureReason.TIMEOUT, "late")
+    streak.failed("r2", FailureReason.TIMEOUT, "late")
+    with pytest.raises(TooManyFailures):
+        streak.failed("r3", FailureReason.TIMEOUT, "late")
+
+
+def test_an_unavailable_reward_is_asked_again_in_one_place_and_never_the_tasks_fault() -> None:
+    """B105"""
+    assert FailureReason.REWARD_UNAVAILABLE in FINAL - TASK_FAULT
+    assert FailureReason.BAD_GROUND_TRUTH in FINAL & TASK_FAULT
