@@ -236,8 +236,9 @@ def table(overheads: Sequence[Overhead], top: Ceiling) -> str:
     lines += [
         "",
         (
-            f"fake engine, {top.in_flight} in flight, {top.reply_tokens} tokens each: {top.trajectories_per_s:,.0f} trajectories/s "
-            f"({top.cpu_us_per_trajectory:,.0f} us of CPU each), event loop late by {top.lag_ms:.0f} ms at most"
+            f"fake engine, {top.in_flight} in flight, {top.reply_tokens} tokens each: "
+            f"{top.trajectories_per_s:,.0f} trajectories/s ({top.cpu_us_per_trajectory:,.0f} us of CPU each), "
+            f"event loop late by {top.lag_ms:.0f} ms at most"
         ),
     ]
     return "\n".join(lines)
