@@ -36,9 +36,11 @@ class VllmClient:
     Use it inside a running event loop, as an async context manager or with `close`.
     """
 
-    def __init__(self, address: str, *, request_timeout_s: float, control_timeout_s: float) -> None:
-        """`address` is `unix:PATH` or `http://HOST:PORT`; `control_timeout_s` bounds the calls that do not generate."""
+    def __init__(self, address: str, *, request_timeout_s: float, control_timeout_s: float, model: str | None = None) -> None:
+        """`address` is `unix:PATH` or `http://HOST:PORT`; `control_timeout_s` bounds the calls that do not generate. `model`
+        names an adapter of the server that requests are for; None: what it serves."""
         self.address = address
+        self._model = model
         self._request_timeout_s = request_timeout_s
         self._control_timeout_s = control_timeout_s
         self._session: aiohttp.ClientSession | None = None
@@ -75,7 +77,7 @@ class VllmClient:
     ) -> Generation:
         """`Engine.generate`. Requests with different `cache_salt` share no KV cache. Cancelling closes the connection, upon
         which the server drops the request."""
-        body = encode_request(prompt_ids, sampling, request_id=request_id, cache_salt=cache_salt)
+        body = encode_request(prompt_ids, sampling, request_id=request_id, cache_salt=cache_salt, model=self._model)
         answer = await self._call(
             "POST", "/inference/v1/generate", body=body, timeout_s=self._request_timeout_s, what=request_id
         )

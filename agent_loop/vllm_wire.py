@@ -30,6 +30,7 @@ def encode_request(
     request_id: str,
     cache_salt: str | None = None,
     num_logprobs: int = 0,
+    model: str | None = None,
 ) -> bytes:
     """JSON body. `num_logprobs` 0 asks for the sampled token's log-probability only."""
     parameters: dict[str, Any] = {
@@ -44,6 +45,8 @@ def encode_request(
     body: dict[str, Any] = {"request_id": request_id, "token_ids": prompt_ids.tolist(), "sampling_params": parameters}
     if cache_salt is not None:
         body["cache_salt"] = cache_salt
+    if model is not None:
+        body["model"] = model
     return orjson.dumps(body)
 
 

@@ -45,6 +45,11 @@ def make_run_dir(path: Path) -> None:
         ) from None
 
 
+def adapter_dir(settings: Settings) -> Path:
+    """Where the trainer writes its first adapters for the engines that are given nothing else (`weight_sync.lora=adapter`)."""
+    return settings.run_dir.absolute() / "adapter"
+
+
 def socket_dir(settings: Settings) -> Path:
     """The directory of this run's sockets, made with mode 0700; the same for every process that names the same run_dir.
 

@@ -7,6 +7,7 @@ the gradient is accumulated in float32 and is the same, up to rounding, for ever
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -195,6 +196,18 @@ class FsdpPolicy:
     def _facts_of_adapters(self) -> dict[str, object]:
         """What adapters belong to, beside their shapes."""
         return {"lora_alpha": self._settings.lora_alpha, "base": base_digest(self._model)}
+
+    def write_first_adapter(self, directory: Path) -> None:
+        """Have `directory` hold adapters as they are now, whole or not at all, for engines that start with them; collective."""
+        unfinished = directory.with_name(f".{directory.name}.unfinished")
+        if self._ranks.rank == 0:
+            shutil.rmtree(unfinished, ignore_errors=True)
+            unfinished.mkdir(parents=True)
+        self.save_adapter(unfinished)
+        if self._ranks.rank == 0:
+            shutil.rmtree(directory, ignore_errors=True)
+            unfinished.rename(directory)
+        self._ranks.barrier()
 
     def save_adapter(self, directory: Path) -> None:
         """Write the adapters alone, as PEFT and engines read them, into an existing directory; collective."""

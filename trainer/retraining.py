@@ -57,6 +57,7 @@ def train_again(again: Again, ending: threading.Event) -> Comparison:
         settings.trainer,
         dtype=prepared.dtype,
         trust_remote_code=settings.model.trust_remote_code,
+        exports_adapters=settings.weight_sync.lora == "adapter",
         seed=settings.seed,
     )
     parts: dict[str, Part] = {"policy": policy, "random": randomness}

@@ -16,7 +16,7 @@ import structlog
 
 from configs.live import LiveSettings
 from configs.loader import dump
-from configs.paths import socket_dir
+from configs.paths import adapter_dir, socket_dir
 from configs.schema import Settings
 from sample_bus.journal import VersionPublished
 from sample_bus.journal_writer import JournalWriter
@@ -74,14 +74,24 @@ async def train(around: Surroundings) -> None:
 
     board.enter(TrainerState.STARTING, f"preparing model {settings.model.source}")
     prepared = await in_thread(lambda: prepare_model(settings))
-    board.set(model_dir=str(prepared.model_dir), model_dtype=str(prepared.dtype).removeprefix("torch."))
+    where = {"model_dir": str(prepared.model_dir), "model_dtype": str(prepared.dtype).removeprefix("torch.")}
+    sends_adapters = settings.weight_sync.lora == "adapter"
+    if not sends_adapters:
+        board.set(**where)
     board.enter(TrainerState.STARTING, "loading the model")
-    trusted = settings.model.trust_remote_code
     policy = await in_thread(
         lambda: FsdpPolicy(
-            prepared.model_dir, settings.trainer, dtype=prepared.dtype, trust_remote_code=trusted, seed=settings.seed
+            prepared.model_dir,
+            settings.trainer,
+            dtype=prepared.dtype,
+            trust_remote_code=settings.model.trust_remote_code,
+            exports_adapters=sends_adapters,
+            seed=settings.seed,
         )
     )
+    if sends_adapters:
+        await in_thread(lambda: policy.write_first_adapter(adapter_dir(settings)))
+        board.set(**where)
     randomness = Randomness()
     parts: Mapping[str, Part] = {"policy": policy, "random": randomness}
     await in_thread(lambda: _begin(around.checkpoint, parts, randomness, seed=settings.seed))
