@@ -273,6 +273,9 @@ class WeightSyncSettings(Section):
     bucket_bytes: int = Field(
         4 << 20, ge=1 << 12, le=1 << 30, description="Size of one of the two buckets that stream the weights."
     )
+    directory: Path | None = Field(
+        None, description="Where the transport `file` writes each version; null: beside the sockets of the run."
+    )
     snapshot: Literal["always", "never"] = Field(
         "always",
         description="`always`: a copy of a version is sent, so that training goes on meanwhile. `never`: no memory for a copy, "

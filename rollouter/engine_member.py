@@ -20,8 +20,8 @@ PartialRollout = Literal["keep", "recompute", "finish"]
 
 WaitStaged = Callable[[WeightRound, str, str], Awaitable[None]]
 """(round, engine name, nonce): returns once the trainer says that this staging is complete (topic `round`,
-`staged[engine] == nonce`); raises any Exception with the reason if it failed (`failed[nonce]`) or was overtaken by a newer
-round. The pool sets the deadline."""
+`staged[engine] == nonce`), or the host's weight cache does; raises any Exception with the reason if it failed (`failed[nonce]`)
+or was overtaken by a newer round. The pool sets the deadline."""
 
 
 class EngineState(StrEnum):
@@ -77,6 +77,9 @@ class Member:
         """In a row, the engine's own: a staging that the trainer failed does not count."""
         self.num_doubts = 0
         """How often it was unsure what the engine holds; what it generated over such a moment is thrown away."""
+        self.attempt = 0
+        """Of bringing it to the version that was tried last."""
+        self._tried: Held | None = None
         self.last_pause_ms: float | None = None
         self.last_drain_ms: float | None = None
         """From the closing of the door to the pause, at the last commit: with `finish`, the time that requests took to end."""
@@ -118,6 +121,7 @@ class Member:
             num_running=self.in_flight,
             max_requests=self.max_requests,
             last_pause_ms=self.last_pause_ms,
+            is_alive=self.is_alive,
         )
 
     def suspect(self) -> None:
@@ -130,6 +134,11 @@ class Member:
         """A health check was answered."""
         if self.state is EngineState.SUSPECT:
             self.settle()
+
+    def begin_attempt(self, wanted: Held) -> None:
+        """It is about to be brought to `wanted`, for the first time or again."""
+        self.attempt = self.attempt + 1 if self._tried == wanted else 1
+        self._tried = wanted
 
     def hold(self, held: Held, *, fresh_cache: bool) -> None:
         """It has loaded `held`; `fresh_cache`: nothing that other weights computed is left in it."""

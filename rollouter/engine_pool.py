@@ -23,11 +23,12 @@ from agent_loop.vllm_client import VllmClient, logprobs_follow_temperature
 from configs.cpu import core_shares
 from configs.gpu import gpu_shares, visible_gpus
 from configs.schema import EngineSettings, Settings, WeightSyncSettings
+from rollouter.adapter_engine import ADAPTER_NAME
 from rollouter.engine_command import engine_shares
 from rollouter.engine_errors import EnginesLost, EngineStartError
 from rollouter.engine_limits import EngineLimits
 from rollouter.engine_member import EngineState, Held, Member, PartialRollout, WaitStaged
-from rollouter.engine_round import bring
+from rollouter.engine_round import Source, bring
 from rollouter.engine_seats import Seats
 from rollouter.engines import EngineServer
 from rollouter.open_turns import OpenTurn, OpenTurns, goes_on_here, salt_of
@@ -79,6 +80,9 @@ class EnginePool:
         self._open_turns = OpenTurns(self._seats.give_back)
         self._limits = None if live is None else EngineLimits(self._members, self._seats, live, on_change=self._touch)
         self._newest: tuple[WeightRound, WaitStaged] | None = None
+        self._switch: Callable[[], str] = (lambda: weight_sync.switch) if live is None else lambda: live().weight_sync.switch
+        self._turn = asyncio.Lock()
+        """Of the engine that switches, where they do so one after another."""
         self._alive = asyncio.Event()
         self._generated_tokens = 0
         self._model: tuple[str, str] | None = None
@@ -106,7 +110,10 @@ class EnginePool:
 
     def _client(self, address: str) -> VllmClient:
         return VllmClient(
-            address, request_timeout_s=self._settings.request_timeout_s, control_timeout_s=self._weight_sync.round_timeout_s
+            address,
+            request_timeout_s=self._settings.request_timeout_s,
+            control_timeout_s=self._weight_sync.round_timeout_s,
+            model=ADAPTER_NAME if self._weight_sync.lora == "adapter" else None,
         )
 
     # ── life ─────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -293,7 +300,8 @@ class EnginePool:
         """Bring every living engine to `round`: stage while generating, then pause, load, resume. One result an engine.
 
         Never raises for an engine's failure. While no engine lives, it waits for one that is being started again, up to
-        engine.start_timeout_s. An engine that comes back later catches up by itself.
+        engine.start_timeout_s. An engine that comes back later catches up by itself. With `weight_sync.switch=rolling` they
+        switch one after another, and those whose turn has not come serve the version before.
         """
         self._newest = (round, wait_staged)
         try:
@@ -302,9 +310,23 @@ class EnginePool:
         except TimeoutError:
             log.warning("no engine is alive", states=[status.state for status in self.statuses()])
         living = [member for member in self._members if member.is_alive]
-        return list(await asyncio.gather(*(self._bring(member, round, wait_staged) for member in living)))
+        is_rolling = self._switch() == "rolling" and len(living) > 1
+        before = self._seats.held
+        if is_rolling and before is not None and before.incarnation == round.incarnation:
+            self._seats.also = before
+        try:
+            brought = (self._bring(member, round, wait_staged, turn=self._turn if is_rolling else None) for member in living)
+            return list(await asyncio.gather(*brought))
+        finally:
+            self._seats.also = None
+            self._seats.refresh()
 
-    async def _bring(self, member: Member, announced: WeightRound, wait_staged: WaitStaged) -> RoundResult:
+    async def _bring(
+        self, member: Member, announced: WeightRound, wait_staged: WaitStaged, *, turn: asyncio.Lock | None = None
+    ) -> RoundResult:
+        async def open_source(announced: WeightRound) -> Source:
+            return Source(address=announced.address, wait_staged=wait_staged)
+
         def changed() -> None:
             if member.held == Held.of(announced):
                 self._seats.held = member.held
@@ -313,11 +335,12 @@ class EnginePool:
         return await bring(
             member,
             announced,
-            wait_staged,
+            open_source,
             mode=self._partial_rollout,
             settings=self._weight_sync,
             drain_timeout_s=self._settings.request_timeout_s,
             on_change=changed,
+            turn=turn,
         )
 
     async def check_weights(self, *, effective: bool) -> list[EngineWeights]:
@@ -378,7 +401,7 @@ class EnginePool:
     async def _seat(self, session: str, turn: OpenTurn | None) -> Member:
         """The seat that the turn has kept, if its engine may be asked now; else a new one."""
         if turn is not None:
-            if goes_on_here(turn, newest=self._seats.held):
+            if goes_on_here(turn, newest=self._seats.version_at(turn.member)):
                 return turn.member
             self._seats.give_back(turn.member)
         return await self._seats.take(session)

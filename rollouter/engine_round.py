@@ -3,7 +3,7 @@
 Invariant: what may stand in a KV cache under new weights is known. `keep` freezes the requests in flight and lets them go on
 with their cache; `recompute` ends them with what they have, and `finish` lets them come to their end first, and both empty the
 prefix cache before the new version is stamped. However a commit ends, generation is resumed in one place, and a request reaches
-the engine only after that was answered.
+the engine only after that was answered. Each phase has its deadline; an engine that misses one is out of the round.
 """
 
 from __future__ import annotations
@@ -11,7 +11,9 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
+from contextlib import AbstractAsyncContextManager, nullcontext
+from dataclasses import dataclass
 
 import structlog
 
@@ -20,7 +22,7 @@ from agent_loop.vllm_client import VllmClient
 from agent_loop.vllm_wire import UNLABELLED
 from configs.schema import WeightSyncSettings
 from rollouter.engine_member import EngineState, Held, Member, PartialRollout, WaitStaged
-from sample_bus.messages import RoundResult, WeightRound
+from sample_bus.messages import RoundPhase, RoundResult, WeightRound
 
 log = structlog.get_logger()
 
@@ -29,41 +31,82 @@ _RESET_AGAIN_S = 0.05
 """The blocks of requests that have just ended may be held a moment longer."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Source:
+    """Where an engine stages a version from, and who says that it has."""
+
+    address: str
+    wait_staged: WaitStaged
+
+
+OpenSource = Callable[[WeightRound], Awaitable[Source]]
+"""Returns once the version can be staged there; raises why it cannot."""
+
+
 async def bring(
     member: Member,
     announced: WeightRound,
-    wait_staged: WaitStaged,
+    open_source: OpenSource,
     *,
     mode: Callable[[], PartialRollout],
     settings: WeightSyncSettings,
     drain_timeout_s: float,
     on_change: Callable[[], None],
+    turn: AbstractAsyncContextManager[object] | None = None,
 ) -> RoundResult:
-    """Bring one engine to a round. `mode` is asked when the pause begins.
+    """Bring one engine to a round. `mode` is asked when the pause begins; `turn` is held while it switches.
 
     Never raises for the engine's failure: the result has the reason. `on_change` is called whenever the member's state changed.
     """
     async with member.round_lock:
-        started = time.monotonic()
-        stage_ms = 0.0
         if member.held == Held.of(announced):
             return _result(member, announced, committed=True)
+        started = time.monotonic()
+        stage_ms = 0.0
+        progress = _Progress()
+        member.begin_attempt(Held.of(announced))
         try:
-            await _stage(member, announced, wait_staged, settings)
+            await _stage(member, announced, open_source, settings)
             stage_ms = (time.monotonic() - started) * 1e3
-            await _commit(
-                member, announced, mode=mode(), settings=settings, drain_timeout_s=drain_timeout_s, on_change=on_change
-            )
+            async with turn or nullcontext():
+                progress.phase = RoundPhase.COMMIT
+                await _commit(
+                    member,
+                    announced,
+                    progress,
+                    mode=mode(),
+                    settings=settings,
+                    drain_timeout_s=drain_timeout_s,
+                    on_change=on_change,
+                )
         except Exception as error:  # noqa: BLE001 - an engine's failure is this round's result, whatever it is
             member.trouble.set()
             reason = str(error) or type(error).__name__
-            log.warning("round failed on an engine", engine=member.name, policy_version=announced.policy_version, why=reason)
-            return _result(member, announced, committed=False, stage_ms=stage_ms, message=reason)
+            log.warning(
+                "round failed on an engine",
+                engine=member.name,
+                policy_version=announced.policy_version,
+                phase=progress.phase.value,
+                attempt=member.attempt,
+                why=reason,
+            )
+            return _result(member, announced, committed=False, stage_ms=stage_ms, phase=progress.phase, message=reason)
         return _result(member, announced, committed=True, stage_ms=stage_ms)
 
 
+@dataclass(slots=True)
+class _Progress:
+    phase: RoundPhase = RoundPhase.STAGE
+
+
 def _result(
-    member: Member, announced: WeightRound, *, committed: bool, stage_ms: float = 0.0, message: str = ""
+    member: Member,
+    announced: WeightRound,
+    *,
+    committed: bool,
+    stage_ms: float = 0.0,
+    phase: RoundPhase | None = None,
+    message: str = "",
 ) -> RoundResult:
     return RoundResult(
         policy_version=announced.policy_version,
@@ -72,34 +115,41 @@ def _result(
         manifest_digest=announced.manifest_digest if committed else "",
         pause_ms=(member.last_pause_ms or 0.0) if committed else 0.0,
         stage_ms=stage_ms,
+        drain_ms=(member.last_drain_ms or 0.0) if committed else 0.0,
+        incarnation=announced.incarnation,
+        attempt=max(1, member.attempt),
+        phase=phase,
         message=message,
     )
 
 
-async def _stage(member: Member, announced: WeightRound, wait_staged: WaitStaged, settings: WeightSyncSettings) -> None:
-    nonce = secrets.token_hex(8)
-    deadline_s = settings.round_timeout_s
-    await member.client.collective_rpc(
-        "headrace_stage",
-        address=announced.address,
-        policy_version=announced.policy_version,
-        engine=member.name,
-        nonce=nonce,
-        timeout_s=deadline_s,
+async def _stage(member: Member, announced: WeightRound, open_source: OpenSource, settings: WeightSyncSettings) -> None:
+    deadline_s, setting = min(
+        (settings.round_timeout_s, "round_timeout_s"), (settings.stage_timeout_s, "stage_timeout_s"), key=lambda pair: pair[0]
     )
+    nonce = secrets.token_hex(8)
     try:
         async with asyncio.timeout(deadline_s):
-            await wait_staged(announced, member.name, nonce)
+            source = await open_source(announced)
+            await member.client.collective_rpc(
+                "headrace_stage",
+                address=source.address,
+                policy_version=announced.policy_version,
+                engine=member.name,
+                nonce=nonce,
+                timeout_s=deadline_s,
+            )
+            await source.wait_staged(announced, member.name, nonce)
     except TimeoutError as error:
         raise EngineUnavailable(
-            f"version {announced.policy_version} was not staged on {member.name} within "
-            f"weight_sync.round_timeout_s={deadline_s:g} s"
+            f"version {announced.policy_version} was not staged on {member.name} within weight_sync.{setting}={deadline_s:g} s"
         ) from error
 
 
 async def _commit(
     member: Member,
     announced: WeightRound,
+    progress: _Progress,
     *,
     mode: PartialRollout,
     settings: WeightSyncSettings,
@@ -122,7 +172,7 @@ async def _commit(
     try:
         try:
             await member.client.pause("keep" if mode == "keep" else "abort", clear_cache=False)
-            await _load(member.client, announced, settings, reset_cache=mode != "keep")
+            await _load(member, announced, progress, settings, reset_cache=mode != "keep")
         except BaseException:
             member.failed_commits += 1
             await asyncio.shield(_look_after_failure(member))
@@ -173,14 +223,29 @@ async def _resume(member: Member) -> None:
         log.warning("engine did not resume", engine=member.name, why=str(error))
 
 
-async def _load(client: VllmClient, announced: WeightRound, settings: WeightSyncSettings, *, reset_cache: bool) -> None:
+async def _load(
+    member: Member, announced: WeightRound, progress: _Progress, settings: WeightSyncSettings, *, reset_cache: bool
+) -> None:
+    client = member.client
     await client.start_weight_update()
-    update_info = {"policy_version": announced.policy_version, "manifest_digest": announced.manifest_digest}
-    await client.update_weights(update_info, timeout_s=settings.round_timeout_s)
+    update_info = {
+        "policy_version": announced.policy_version,
+        "manifest_digest": announced.manifest_digest,
+        "verify": settings.verify == "always" or (settings.verify == "first" and member.held is None),
+    }
+    await client.update_weights(update_info, timeout_s=min(settings.commit_timeout_s, settings.round_timeout_s))
     if reset_cache:
         await _reset_prefix_cache(client, announced)
-    await client.finish_weight_update(str(announced.policy_version))
-    loaded = await _loaded_versions(client)
+    progress.phase = RoundPhase.CONFIRM
+    try:
+        async with asyncio.timeout(settings.confirm_timeout_s):
+            await client.finish_weight_update(str(announced.policy_version))
+            loaded = await _loaded_versions(client)
+    except TimeoutError:
+        raise EngineUnavailable(
+            f"version {announced.policy_version} was not confirmed within "
+            f"weight_sync.confirm_timeout_s={settings.confirm_timeout_s:g} s"
+        ) from None
     if loaded != {announced.policy_version}:
         raise RequestRefused(f"after the update the workers hold {loaded}, expected version {announced.policy_version}")
 

@@ -21,7 +21,7 @@ from rollouter.daemon import open_pool
 from rollouter.engine_errors import EngineStartError
 from rollouter.engine_member import PartialRollout
 from rollouter.engine_pool import EnginePool
-from sample_bus.messages import RoundResult
+from sample_bus.messages import RoundPhase, RoundResult
 from tests.agent_loop.scripted import Letters
 from tests.fakes.fake_vllm import FakeVllm
 from tests.fakes.fake_weights import FakeRounds
@@ -39,6 +39,7 @@ class Setting:
         self.rounds = rounds
         self.caught_up = results
         self.mode: PartialRollout = "keep"
+        self.on_change: Callable[[], None] = lambda: None
 
     async def sync(self, version: int) -> list[RoundResult]:
         return await self.pool.sync(self.rounds.round(version), self.rounds.wait_staged)
@@ -57,7 +58,13 @@ def processed(token: int, temperature: float) -> float:
 
 @asynccontextmanager
 async def opened(
-    tmp_path: Path, *, num_engines: int = 1, mode: Any = "keep", start: bool = True, **changes: Any
+    tmp_path: Path,
+    *,
+    num_engines: int = 1,
+    mode: Any = "keep",
+    start: bool = True,
+    weight_sync: WeightSyncSettings = WeightSyncSettings(round_timeout_s=5.0),  # noqa: B008 - frozen
+    **changes: Any,
 ) -> AsyncIterator[Setting]:
     rounds = FakeRounds()
     results: list[RoundResult] = []
@@ -71,8 +78,9 @@ async def opened(
             urls=tuple(server.address for server in servers), **{"max_num_seqs": 64, "start_timeout_s": 30.0, **changes}
         )
         pool = EnginePool(
-            settings, WeightSyncSettings(round_timeout_s=5.0), socket_dir=tmp_path, log_dir=tmp_path,
+            settings, weight_sync, socket_dir=tmp_path, log_dir=tmp_path,
             partial_rollout=lambda: made[0].mode,
+            on_change=lambda: made[0].on_change(),
             on_round_result=results.append,
         )  # fmt: skip
         stack.push_async_callback(pool.close)
@@ -634,3 +642,49 @@ def test_the_daemons_pool_takes_the_mode_from_the_settings_in_force(tmp_path: Pa
     pool = open_pool(start, live=lambda: changed, on_change=lambda: None, on_round_result=lambda result: None)
     assert isinstance(pool, EnginePool)
     assert pool._partial_rollout() == "finish"
+
+
+async def test_rolling_engines_switch_one_after_another_and_the_others_serve(tmp_path: Path) -> None:
+    """Generation never stops everywhere, no sample's versions fall, and the spread is one round."""
+    async with opened(tmp_path, num_engines=3, weight_sync=WeightSyncSettings(switch="rolling")) as s:
+        for server in s.servers:
+            server.token_s = 0.001
+        await s.sync(0)
+        updating: list[int] = []
+        spreads: set[int] = set()
+        serving: list[int] = []
+
+        def look() -> None:
+            states = s.states()
+            updating.append(states.count("updating"))
+            serving.append(states.count("serving"))
+            held = [status.policy_version for status in s.pool.statuses() if status.policy_version is not None]
+            spreads.add(max(held) - min(held))
+
+        s.on_change = look
+        tasks = [asyncio.create_task(s.generate(max_tokens=20, request_id=str(i))) for i in range(120)]
+        for version in range(1, 5):
+            results = await s.sync(version)
+            assert all(result.committed for result in results)
+        versions = [(await task).versions for task in tasks]
+        assert max(updating) == 1
+        assert min(serving) >= 2
+        assert spreads == {0, 1}
+        assert all((np.diff(each) >= 0).all() for each in versions)
+        assert [server.violations for server in s.servers] == [[], [], []]
+
+
+async def test_an_engine_that_misses_its_turn_does_not_keep_the_others_from_theirs(tmp_path: Path) -> None:
+    """B26: it is dropped at its deadline, gets nothing meanwhile, and serves again once it has caught up."""
+    settings = WeightSyncSettings(switch="rolling", round_timeout_s=5.0, stage_timeout_s=0.2)
+    async with opened(tmp_path, num_engines=2, weight_sync=settings) as s:
+        await s.sync(0)
+        s.rounds.refuses.add("engine-0")
+        first, second = await s.sync(1)
+        assert (first.committed, first.phase, first.attempt) == (False, RoundPhase.STAGE, 1)
+        assert second.committed
+        assert set((await s.generate()).versions.tolist()) == {1}
+        s.rounds.refuses.clear()
+        await eventually(lambda: any(result.committed for result in s.caught_up))
+        assert [status.policy_version for status in s.pool.statuses()] == [1, 1]
+        assert max(result.attempt for result in s.caught_up) >= 2

@@ -128,6 +128,36 @@ async def test_when_no_engine_is_left_everybody_hears_why() -> None:
             await take
 
 
+async def test_engines_that_have_not_switched_serve_on_while_others_do() -> None:
+    """Rolling: a new rollout goes to either; outside a round the older version gets nothing."""
+    old, new = member("engine-0", held=V1), member("engine-1", held=V2, seats=1)
+    seats = seats_of(old, new, held=V2)
+    seats.also = V1
+    assert {await seats.take(), await seats.take()} == {old, new}
+    assert await seats.take() is old
+    seats.give_back(old)
+    seats.also = None
+    waiting = asyncio.create_task(seats.take())
+    await asyncio.sleep(0)
+    assert not waiting.done()
+    seats.give_back(new)
+    assert await waiting is new
+
+
+async def test_a_session_that_has_seen_the_newer_version_never_gets_the_older_one() -> None:
+    """B10: versions never decrease inside a sample; those who need not wait for it go past."""
+    old, new = member("engine-0", held=V1), member("engine-1", held=V1, seats=1)
+    seats = seats_of(old, new)
+    seats._served_by["s"] = new
+    assert await seats.take("s") is new
+    seats.also, seats.held, new.held = V1, V2, V2
+    again, other = asyncio.create_task(seats.take("s")), asyncio.create_task(seats.take("t"))
+    assert await other is old
+    assert not again.done()
+    seats.give_back(new)
+    assert await again is new
+
+
 actions = st.lists(
     st.tuples(st.sampled_from(["take", "give", "cancel", "die", "revive", "sync"]), st.integers(0, 5)), max_size=60
 )
