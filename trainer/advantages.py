@@ -16,6 +16,11 @@ MIN_SPREAD = 1e-8
 """A group whose rewards lie closer together than this, relative to their size, has no signal."""
 
 
+def has_spread(rewards: npt.NDArray[np.float64]) -> bool:
+    """Whether the rewards of one group, [n], give advantages that are not all 0."""
+    return len(rewards) >= 2 and float(np.ptp(rewards)) > MIN_SPREAD * float(np.abs(rewards).max())
+
+
 def group_advantages(rewards: npt.ArrayLike, group_ids: Sequence[str], *, normalize_by_std: bool) -> npt.NDArray[np.float32]:
     """Advantages of GRPO (Shao et al. 2024, DeepSeekMath, section 4.1.2), in each group:
 
@@ -38,8 +43,7 @@ def group_advantages(rewards: npt.ArrayLike, group_ids: Sequence[str], *, normal
         members.setdefault(group, []).append(index)
     for indices in members.values():
         group_rewards = values[indices]
-        spread = float(np.ptp(group_rewards))
-        if len(indices) < 2 or spread <= MIN_SPREAD * float(np.abs(group_rewards).max()):
+        if not has_spread(group_rewards):
             continue
         ordered = np.sort(group_rewards)
         centered = group_rewards - ordered.mean()

@@ -54,6 +54,7 @@ from trainer.model_source import check_source
 from trainer.process import TRAINING_THREAD
 from trainer.retained import Retained, retained_dir
 from trainer.retries import Retries
+from trainer.signal import SignalFilter
 from trainer.standing import Standing, standing_of
 from trainer.status import StatusBoard
 
@@ -180,6 +181,7 @@ class TrainerDaemon:
             groups_per_step=lambda: live.settings.samples_per_step // live.settings.group_size,
             gate=gate,
             assembler=self._assembler,
+            signal=SignalFilter(lambda: live.settings.filters),
             journal=journal,
             books=Books(standing.counts),
             bias=BiasBook(standing.bias),

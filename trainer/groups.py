@@ -34,6 +34,8 @@ class DropReason(StrEnum):
     STALE_FOR_GOOD = "stale, no retry left"
     """Its task was issued again rollouter.max_requeues times."""
     GROUP_INCOMPLETE = "group incomplete"
+    ZERO_SIGNAL = "zero signal"
+    """Its rewards are all alike (filters.zero_signal=drop)."""
     DUPLICATE_SEAT = "duplicate seat"
     PRODUCER_LOST = "producer lost"
     UNFINISHED = "run ended"

@@ -28,6 +28,7 @@ from trainer.books import Books
 from trainer.groups import Dropped, DropReason, Group, GroupAssembler, described, group_key
 from trainer.history import History
 from trainer.plan import Abandoned, Batch, Place, ReplayPlan
+from trainer.signal import SignalFilter
 
 log = structlog.get_logger()
 
@@ -52,6 +53,7 @@ class Intake:
         groups_per_step: Callable[[], int],
         gate: AgeGate,
         assembler: GroupAssembler,
+        signal: SignalFilter | None = None,
         journal: Journal,
         books: Books | None = None,
         bias: BiasBook | None = None,
@@ -68,6 +70,7 @@ class Intake:
         self._groups_per_step = groups_per_step
         self._gate = gate
         self._assembler = assembler
+        self._signal = signal or SignalFilter()
         self._journal = journal
         self._books = books or Books()
         self._bias = bias or BiasBook()
@@ -126,6 +129,7 @@ class Intake:
                 if batch.options is None:
                     batch = replace(batch, weighting=self._gate.weighting(version))
                 self._gate.taken()
+                self._signal.taken()
                 self._num_batches += 1
                 self._on_change()
                 return batch
@@ -190,7 +194,11 @@ class Intake:
         if oldest is not None:
             group_id, seats = oldest
             text += f", oldest open group {group_id} lacks seats {list(seats)}"
-        return text
+        return text + self._signal.awaits()
+
+    def signal_row(self) -> dict[str, float]:
+        """Columns of a step's row of metrics: the groups that came for it, and those of them without a signal."""
+        return self._signal.row()
 
     def _fresh_batch(self, policy_version: int, *, is_last: bool) -> Batch | None:
         self._gate.decide()
@@ -243,6 +251,10 @@ class Intake:
         if isinstance(outcome, Dropped):
             self._drop(outcome)
         elif isinstance(outcome, Group):
+            reason = self._signal.drop_reason(outcome, groups_per_step=self._groups_per_step())
+            if reason is not None:
+                self._drop(Dropped(reason=reason, records=outcome.records))
+                return
             self._ready.append(outcome)
             self._changed.set()
 

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from trainer.history import history_of
 from trainer.intake import Intake, plain_ids
 from trainer.plan import Batch
 from trainer.retries import Retries
+from trainer.signal import SignalFilter
 
 GROUP_SIZE = 2
 GROUPS_PER_STEP = 2
@@ -111,6 +113,7 @@ async def trainer(
     groups_per_step: int = GROUPS_PER_STEP,
     incarnation: str = "first",
     rule: Callable[[], AgeRule] | None = None,
+    signal: SignalFilter | None = None,
     **options: Any,
 ) -> AsyncIterator[Trainer]:
     """A trainer that goes on from `saved`; leaving is a kill: nothing is closed in good order."""
@@ -139,6 +142,7 @@ async def trainer(
         groups_per_step=lambda: groups_per_step,
         gate=gate,
         assembler=GroupAssembler(stale_reason=gate.stale_reason, **options),
+        signal=signal,
         journal=journal,
         books=Books(saved.counts),
         bias=BiasBook(saved.bias),
@@ -167,11 +171,13 @@ def offer_group(
     size: int = GROUP_SIZE,
     version: int = 0,
     reason: str = "timeout",
+    rewards: Sequence[float] = (),
     **place: Any,
 ) -> None:
-    """Samples for `seats`, closed seats for `closed`."""
-    for seat in seats:
-        streams.offer(make_sample(group_id=f"g{number}", seat=seat, group_size=size, policy_version=version), **place)
+    """Samples for `seats` with their `rewards` (0 where there are none), closed seats for `closed`."""
+    for seat, reward in zip_longest(seats, rewards, fillvalue=0.0):
+        made = make_sample(group_id=f"g{number}", seat=int(seat), group_size=size, policy_version=version, reward=float(reward))
+        streams.offer(made, **place)
     for seat in closed:
         streams.offer(make_closed(group_id=f"g{number}", seat=seat, group_size=size, reason=reason), **place)
 
