@@ -20,6 +20,7 @@ from weight_sync.errors import (
 )
 from weight_sync.listeners import open_listener, open_receiver
 from weight_sync.manifest import Manifest, TensorSpec
+from weight_sync.reading import get_weights
 from weight_sync.server import Publication, StageFailure, StageReport, WeightServer
 from weight_sync.stream import SendReport, receive_weights, send_weights
 from weight_sync.transport import StageRequest, Terms, TransportName
@@ -50,6 +51,7 @@ __all__ = [
     "WeightLoadError",
     "WeightServer",
     "WeightSyncError",
+    "get_weights",
     "open_listener",
     "open_receiver",
     "receive_weights",

@@ -32,6 +32,8 @@ class Segment:
     """uint8[num_bytes]."""
     fd: int | None = None
     """By which other processes map it; None: private to this one."""
+    mapping: mmap.mmap | None = None
+    """Of memory that was lent to this process: it lives for as long as any view of `memory`."""
 
     def close(self) -> None:
         """Close the descriptor; the memory goes when the last view of it does."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import bisect
 import mmap
 import os
+import weakref
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -90,6 +91,26 @@ class Loan:
             segment.close()
         self._connection.sock.close()
 
+    def end_when_unread(self) -> None:
+        """End it when the last view of the memory in this process is gone."""
+        mappings = [segment.mapping for segment in self.segments]
+        num_left = len(mappings)
+        end = Loan(self._connection, ()).end
+        for segment in self.segments:
+            segment.close()
+        self.segments = ()
+
+        def one_is_gone() -> None:
+            nonlocal num_left
+            num_left -= 1
+            if not num_left:
+                end(True)
+
+        for mapping in mappings:
+            weakref.finalize(mapping, one_is_gone).atexit = False
+        if not mappings:
+            end(True)
+
 
 class Borrowing:
     """What a table and its segments say, as buckets: the manifest first, then one for each segment."""
@@ -144,7 +165,7 @@ def _map(fd: int, num_bytes: int) -> Segment:
     except BaseException:
         os.close(fd)
         raise
-    return Segment(torch.frombuffer(memory, dtype=torch.uint8), fd)
+    return Segment(torch.frombuffer(memory, dtype=torch.uint8), fd, memory)
 
 
 def _close(fd: int | None) -> None:

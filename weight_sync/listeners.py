@@ -31,10 +31,18 @@ def open_listener(settings: WeightSyncSettings, *, socket_dir: Path, terms: Term
             from weight_sync import shared_memory
 
             return shared_memory.open_listener(socket_dir, settings, terms)
+        case TransportName.FILE:
+            from weight_sync import file_transport
+
+            return file_transport.open_listener(socket_dir, settings, terms)
         case TransportName.TCP:
             from weight_sync import tcp
 
             return tcp.TcpListener(settings, terms=terms)
+        case TransportName.COLLECTIVE:
+            from weight_sync import collective
+
+            return collective.CollectiveListener(settings, terms=terms)
         case other:
             raise ValueError(f"weight_sync.transport={other.value} is not available")
 
@@ -48,9 +56,17 @@ def open_receiver(
             from weight_sync import shared_memory
 
             return shared_memory.open_receiver(address, request, timeout_s=timeout_s, on_open=on_open)
+        case TransportName.FILE:
+            from weight_sync import file_transport
+
+            return file_transport.open_receiver(address, request, timeout_s=timeout_s, on_open=on_open)
         case TransportName.TCP:
             from weight_sync import tcp
 
             return tcp.open_receiver(address, request, timeout_s=timeout_s, on_open=on_open)
+        case TransportName.COLLECTIVE:
+            from weight_sync import collective
+
+            return collective.open_receiver(address, request, timeout_s=timeout_s, on_open=on_open)
         case other:
             raise ValueError(f"got weight-sync address {address!r}: {other.value} is not available")

@@ -105,6 +105,13 @@ class Done:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class FilePassed:
+    """In place of a table: the directory in which the version lies."""
+
+    path: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Returned:
     """Nobody reads what was lent any more, nor anybody to whom it was lent on."""
 
@@ -114,7 +121,9 @@ class Fail:
     reason: str
 
 
-Packet = Hello | Welcome | RingPassed | TablePassed | SegmentPassed | BucketSent | Free | End | Done | Returned | Fail
+Packet = (
+    Hello | Welcome | RingPassed | TablePassed | SegmentPassed | FilePassed | BucketSent | Free | End | Done | Returned | Fail
+)
 
 
 def _digest(value: str) -> bytes:
@@ -167,6 +176,10 @@ def encode(packet: Packet) -> bytes:
             kind, body = 10, _SEGMENT.pack(packet.index, packet.num_bytes, packet.header_bytes)
         case Returned():
             kind, body = 11, b""
+        case FilePassed():
+            kind, body = 12, packet.path.encode()
+            if len(body) > MAX_REASON_BYTES:
+                raise ProtocolError(f"a path of {len(body)} bytes is longer than {MAX_REASON_BYTES}: {packet.path}")
     return _KIND.pack(_MAGIC, PROTOCOL_VERSION, kind) + body
 
 
@@ -225,5 +238,7 @@ def _decode_body(kind: int, body: bytes) -> Packet:
             return SegmentPassed(index=index, num_bytes=num_bytes, header_bytes=header_bytes)
         case 11:
             return Returned()
+        case 12:
+            return FilePassed(path=body.decode())
         case _:
             raise ProtocolError(f"packet kind {kind} is unknown")

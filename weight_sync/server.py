@@ -29,6 +29,7 @@ from weight_sync.delta_cache import DeltaCache
 from weight_sync.errors import DeltaRefused, PeerFailed, ProtocolError, VersionUnavailable, WeightSyncError
 from weight_sync.listeners import open_listener
 from weight_sync.manifest import Manifest, dtype_name
+from weight_sync.naming import load_name_map, renamed
 from weight_sync.snapshot import Snapshot, take_snapshot
 from weight_sync.staging import StagedWeights
 from weight_sync.stream import SendReport, send_weights
@@ -136,6 +137,7 @@ class WeightServer:
             name: open_listener(settings, socket_dir=socket_dir, terms=terms) for name, terms in self._terms.items()
         }
         self._started: list[Listener] = []
+        self._name_map = load_name_map(settings.name_map)
         self._pool = ArenaPool(max_arenas=_MAX_ARENAS, lendable=True)
         self._held: list[_Held] = []
         """Oldest first."""
@@ -200,7 +202,8 @@ class WeightServer:
             arena = self._take_arena(policy_version)
             try:
                 with torch.no_grad():
-                    snapshot = take_snapshot(arena, named_tensors, policy_version=policy_version, dtype=self._dtype)
+                    named = renamed(named_tensors, self._name_map)
+                    snapshot = take_snapshot(arena, named, policy_version=policy_version, dtype=self._dtype)
             except BaseException:
                 self._pool.give_back(arena, unread=True)
                 raise

@@ -17,7 +17,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Protocol, Self
 
 import numpy as np
 import torch
@@ -31,7 +31,7 @@ from weight_sync.channel import Bucket, BucketKind, StreamEnd
 from weight_sync.connection import Connection
 from weight_sync.errors import IntegrityError, PeerFailed, PeerLost, ProtocolError
 from weight_sync.lending import Borrowing, Loan, lend
-from weight_sync.packets import BucketSent, Done, End, Free, Returned, RingPassed, TablePassed
+from weight_sync.packets import BucketSent, Done, End, Free, Packet, Returned, RingPassed, TablePassed
 from weight_sync.snapshot import Snapshot
 from weight_sync.transport import Cut, StageRequest, Terms
 from weight_sync.unix_listener import UnixListener, open_connection
@@ -181,6 +181,18 @@ class SharedMemorySender:
             raise ProtocolError(f"{self.connection.peer} sent {packet}, expected Done with digest {end.manifest_digest}")
 
 
+class Borrowed(Protocol):
+    """Memory in which a version lies, as buckets."""
+
+    segments: list[Segment]
+
+    def buckets(self) -> Iterator[Bucket]: ...
+
+    def drop(self) -> None:
+        """Let go of it."""
+        ...
+
+
 class SharedMemoryReceiver:
     """The engine's end of one transfer; a `ReceiveChannel` and a context manager.
 
@@ -194,7 +206,7 @@ class SharedMemoryReceiver:
         self._policy_version = policy_version
         self._slot: int | None = None
         self._next_slot = 0
-        self._borrowing: Borrowing | None = None
+        self._borrowing: Borrowed | None = None
         self._buckets: Iterator[Bucket] = iter(())
         self._loan: Loan | None = None
 
@@ -207,10 +219,11 @@ class SharedMemoryReceiver:
         if lent is not None:
             return lent
         packet, fd = self.connection.receive_with_fd()
-        if isinstance(packet, TablePassed) and self._borrowing is None:
-            self._borrowing = Borrowing(self.connection, packet, fd)
-            self._buckets = self._borrowing.buckets()
-            return next(self._buckets)
+        if self._borrowing is None:
+            self._borrowing = self._borrow(packet, fd)
+            if self._borrowing is not None:
+                self._buckets = self._borrowing.buckets()
+                return next(self._buckets)
         if isinstance(packet, RingPassed) and self._memory is None:
             self._map_ring(packet, fd)
             packet, fd = self.connection.receive_with_fd()
@@ -229,6 +242,10 @@ class SharedMemoryReceiver:
                 )
             case _:
                 raise ProtocolError(f"{self.connection.peer} sent {type(packet).__name__}, expected a bucket or the end")
+
+    def _borrow(self, packet: Packet, fd: int | None) -> Borrowed | None:
+        """What is lent, if that is what the packet says."""
+        return Borrowing(self.connection, packet, fd) if isinstance(packet, TablePassed) else None
 
     def _map_ring(self, packet: RingPassed, fd: int | None) -> None:
         num_bytes = NUM_SLOTS * packet.bucket_bytes

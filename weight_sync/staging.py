@@ -184,6 +184,16 @@ class StagingArea:
             raise NotStaged(f"asked for version {policy_version} with digest {manifest_digest}, staged is {held}{detail}")
         return staged
 
+    def holds(self, policy_version: int, manifest_digest: str) -> bool:
+        """Whether the model holds exactly these weights and no others are staged."""
+        with self._lock:
+            loaded, staged = self._loaded, self._staged
+        return (
+            loaded is not None
+            and staged is None
+            and (loaded.policy_version, loaded.digest) == (policy_version, manifest_digest)
+        )
+
     def mark_loaded(self, weights: StagedWeights) -> None:
         """The model now holds `weights`; the memory of those that it held before is free."""
         with self._lock:

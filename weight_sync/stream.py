@@ -16,7 +16,7 @@ import torch
 import xxhash
 from numpy.typing import NDArray
 
-from weight_sync.buckets import ALIGNMENT, BucketLayout, Encoding, Piece, decode_header, encode_header
+from weight_sync.buckets import BucketLayout, Encoding, Piece, decode_header, encode_header
 from weight_sync.channel import Bucket, BucketKind, ReceiveChannel, SendChannel, StreamEnd
 from weight_sync.delta import apply_delta
 from weight_sync.errors import DeltaRefused, IntegrityError, ProtocolError
@@ -322,7 +322,7 @@ class _Receiver:
             raise IntegrityError(f"tensor {index} is {piece.spec}, which is not what the manifest describes")
         self._specs.append(piece.spec)
         is_whole = piece.encoding is Encoding.FULL and piece.offset == 0 and piece.is_last
-        if bucket.lent is not None and is_whole and piece.position % ALIGNMENT == 0:
+        if bucket.lent is not None and is_whole and piece.position % piece.spec.dtype.itemsize == 0:
             self._memory, self._is_lent = bucket.lent[piece.position : piece.position + piece.length], True
         else:
             self._memory, self._is_lent = self._allocate(piece.spec.num_bytes), False

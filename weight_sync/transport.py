@@ -149,6 +149,10 @@ class LoanLike(Protocol):
         """`unread`: nobody reads it any more, and the lender may write it again."""
         ...
 
+    def end_when_unread(self) -> None:
+        """End it when the last view of the memory in this process is gone."""
+        ...
+
 
 Cut = Callable[[str], None]
 """Ends a transfer from any thread, with a reason."""

@@ -86,13 +86,16 @@ class UnixListener:
         *,
         terms: Terms,
         make_channel: MakeChannel,
+        on_start: Callable[[], None] = lambda: None,
         on_close: Callable[[], None] = lambda: None,
     ) -> None:
+        """`on_start` is called once the address is ours and before anybody is let in, `on_close` when nobody is left."""
         self.address = f"{terms.transport}:{path}"
         self._path = Path(socket_path(self.address, terms.transport))
         self._settings = settings
         self._terms = terms
         self._make_channel = make_channel
+        self._on_start = on_start
         self._on_close = on_close
         self._lock = threading.Lock()
         self._connections: dict[Connection, threading.Thread] = {}
@@ -102,6 +105,7 @@ class UnixListener:
 
     def start(self, on_transfer: Callable[[Incoming], None]) -> None:
         self._socket = _listen(self._path)
+        self._on_start()
         self._acceptor = threading.Thread(
             target=self._accept, args=(self._socket, on_transfer), name="weights-accept", daemon=True
         )

@@ -49,7 +49,7 @@ from weight_sync.checkpoint import check_against_checkpoint, checkpoint_shapes
 from weight_sync.effective import Comparison, Sample, compare_effective
 from weight_sync.errors import ManifestMismatch, WeightLoadError
 from weight_sync.manifest import Manifest, dtype_name
-from weight_sync.staging import StagedWeights, StagingArea
+from weight_sync.staging import StagedWeights, StagingArea, Verify
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -148,12 +148,15 @@ class HeadraceWeightEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # type:
             torch.accelerator.synchronize()
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
-        """Load the staged weights, all or none.
+        """Load the staged weights, all or none; a repeated commit of what is held changes nothing.
 
         Raises:
             NotStaged: they are not staged; nothing was changed.
             WeightLoadError: the model did not take them; the weights before are back.
         """
+        if self.staging.holds(update_info.policy_version, update_info.manifest_digest):
+            self._update_done = True
+            return
         staged = self.staging.get(update_info.policy_version, update_info.manifest_digest)
         try:
             self._load(staged.tensors)
@@ -232,9 +235,19 @@ class HeadraceWeightEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # type:
 class WorkerExtension:
     """Methods that vLLM mixes into its worker; called through `/collective_rpc`, arguments as JSON values."""
 
-    def headrace_stage(self, address: str, policy_version: int, engine: str, nonce: str, timeout_s: float) -> dict[str, object]:
+    def headrace_stage(
+        self,
+        address: str,
+        policy_version: int,
+        engine: str,
+        nonce: str,
+        timeout_s: float,
+        verify: Verify = "always",
+        cohort: int = 1,
+    ) -> dict[str, object]:
         """Begin to pull `policy_version` from the weight server at `address`; returns at once.
 
+        `verify` is `weight_sync.verify`; `cohort` says how many workers of all engines stage this version together.
         The server reports under `engine` and `nonce` when it is staged, or why not. A staging begins a round: an update that
         a lost client left open is closed, and weights staged before but not committed are forgotten.
         """
@@ -244,7 +257,15 @@ class WorkerExtension:
             log.warning("an update that was left open is closed", nonce=nonce)
             worker._weight_update_active = False  # noqa: SLF001
         weight_engine.keep_adapters(worker.model_runner)
-        weight_engine.staging.stage(address, int(policy_version), engine=engine, nonce=nonce, timeout_s=float(timeout_s))
+        weight_engine.staging.stage(
+            address,
+            int(policy_version),
+            engine=engine,
+            nonce=nonce,
+            timeout_s=float(timeout_s),
+            cohort=int(cohort),
+            verify=verify,
+        )
         return weight_engine.staging.status()
 
     def headrace_status(self) -> dict[str, object]:

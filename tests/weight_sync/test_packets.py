@@ -13,6 +13,7 @@ from weight_sync.packets import (
     Done,
     End,
     Fail,
+    FilePassed,
     Free,
     Hello,
     Packet,
@@ -50,6 +51,7 @@ packets: st.SearchStrategy[Packet] = st.one_of(
     st.builds(TablePassed, num_segments=u32, table_bytes=u32, manifest_bytes=u32),
     st.builds(SegmentPassed, index=u32, num_bytes=u32, header_bytes=u32),
     st.builds(Returned),
+    st.builds(FilePassed, path=labels),
     st.builds(
         BucketSent, kind=st.integers(0, 255), sequence=u32, slot=u32, payload_bytes=u32, header_bytes=u32, header_checksum=u32
     ),

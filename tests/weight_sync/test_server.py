@@ -51,7 +51,7 @@ class Outcomes:
 
 @contextmanager
 def serving(
-    directory: Path, *, dtype: torch.dtype = torch.float32, **settings: float
+    directory: Path, *, dtype: torch.dtype = torch.float32, **settings: float | str | str
 ) -> Iterator[tuple[WeightServer, Outcomes]]:
     outcomes = Outcomes()
     server = WeightServer(
