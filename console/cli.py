@@ -136,6 +136,32 @@ def _weights_check(arguments: argparse.Namespace) -> int:
     )
 
 
+def _data_check(arguments: argparse.Namespace) -> int:
+    from configs.errors import ConfigError
+    from configs.logs import set_up
+    from configs.schema import LoggingSettings
+    from console.data_check import data_check
+
+    set_up(LoggingSettings(level="error"), daemon="headrace")
+    files = [one for one in arguments.files if not _is_override(one)]
+    try:
+        return data_check(
+            files,
+            config=arguments.config,
+            tokenizer=arguments.tokenizer,
+            overrides=[one for one in arguments.files if _is_override(one)],
+            as_json=arguments.json,
+        )
+    except ConfigError as error:
+        return _refuse("data check", error, 2)
+
+
+def _is_override(text: str) -> bool:
+    """Whether it is `section.key=value` and no source."""
+    key, equals, _ = text.partition("=")
+    return bool(equals) and all(part.isidentifier() for part in key.split(".")) and not Path(text).exists()
+
+
 def _settings(arguments: argparse.Namespace) -> int:
     from configs.keys import listing
 
@@ -293,6 +319,20 @@ def _parser() -> argparse.ArgumentParser:
         help="do not read back what the engines compute with, which holds each up for about a forward pass",
     )
     weights_check.set_defaults(run=_weights_check)
+
+    data = commands.add_parser("data", help="look at data before a run is started over it")
+    data_kinds = data.add_subparsers(title="commands", required=True, metavar="COMMAND")
+    check = data_kinds.add_parser("check", help="every problem by row and column; exit code 1 if a run would refuse it")
+    check.add_argument(
+        "files",
+        nargs="*",
+        metavar="FILE",
+        help="sources as in data.source; none: those of the settings. key=value: settings that win over the file",
+    )
+    check.add_argument("--config", type=Path, help="YAML file of settings: column names, limits")
+    check.add_argument("--tokenizer", metavar="DIR", help="a model's directory: prompts are rendered and measured with it")
+    check.add_argument("--json", action="store_true", help="as JSON")
+    check.set_defaults(run=_data_check)
 
     settings = commands.add_parser("settings", help="list every setting: type, default, whether it may change live, meaning")
     settings.set_defaults(run=_settings)

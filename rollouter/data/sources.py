@@ -37,8 +37,11 @@ class Rows:
     keys: Keys
     weights: tuple[float, ...] = ()
     """How often each row of each table comes in an epoch; empty: once."""
-    names: tuple[str, ...] = ()
-    """Of the sources, as they were given."""
+
+    @classmethod
+    def of(cls, data: DataSettings, tables: tuple[Table, ...]) -> Rows:
+        """The rows of these tables, read as `data` says."""
+        return cls(tables=tables, keys=Keys.of(data), weights=data.weights)
 
     def __len__(self) -> int:
         return len(self._joined)
@@ -46,8 +49,7 @@ class Rows:
     def __getitem__(self, index: int) -> Row:
         """Raises DataError naming source, row, every problem, the columns found and what is needed."""
         table, at = self._joined.place(index)
-        keys = self.keys if table.needs_ground_truth else replace(self.keys, needs_ground_truth=False)
-        return row_of(table.raw(at), table.default_source, keys, where=table.where(at))
+        return row_of(table.raw(at), table.default_source, self.keys_at(index), where=table.where(at))
 
     def __iter__(self) -> Iterator[Row]:
         return (self[index] for index in range(len(self)))
@@ -59,6 +61,11 @@ class Rows:
 
     def raw(self, index: int) -> Any:
         return self._joined.raw(index)
+
+    def keys_at(self, index: int) -> Keys:
+        """How that row is read."""
+        table, _ = self._joined.place(index)
+        return self.keys if table.needs_ground_truth else replace(self.keys, needs_ground_truth=False)
 
     def where(self, index: int) -> str:
         """For messages: source and number of the row."""
@@ -80,7 +87,7 @@ def open_rows(data: DataSettings, *, cache_dir: Path | None = None) -> Rows:
     for source, table in zip(data.sources, tables, strict=True):
         if not len(table):
             raise DataError(f"{source}: no row found")
-    return Rows(tables=tables, keys=Keys.of(data), weights=data.weights, names=data.sources)
+    return Rows.of(data, tables)
 
 
 def read_all(rows: Rows, *, at_most: int | None = None) -> list[Row]:

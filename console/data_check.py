@@ -1,0 +1,96 @@
+"""`headrace data check`: what is wrong with data, by row and column, before a run is started over it."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from configs.errors import ConfigError
+from configs.loader import load
+from configs.schema import DataSettings, Settings
+from rollouter.codec import load_codec
+from rollouter.data.check import Finding, Report, check
+
+MAX_LINES = 200
+"""Findings that are printed; all of them are counted."""
+
+
+def data_check(
+    files: Sequence[str],
+    *,
+    config: Path | None,
+    tokenizer: str | None,
+    overrides: Sequence[str],
+    as_json: bool,
+    write: Callable[[str], object] = sys.stdout.write,
+) -> int:
+    """Check the files, or the settings' own sources where none is given. 0: a run would take the data; 1: not.
+
+    `tokenizer`: a model's directory; prompts are then rendered and measured. Raises ConfigError.
+    """
+    settings = load(config, list(overrides))
+    data = settings.data
+    if files:
+        data = DataSettings.model_validate(data.model_dump() | {"source": tuple(files), "weights": ()})
+    codec = None if tokenizer is None else load_codec(_model_dir(tokenizer), trust_remote_code=settings.model.trust_remote_code)
+    data = data.model_copy(update={"max_prompt_tokens": _max_prompt_tokens(settings)})
+    report = check(data, codec=codec)
+    write(_as_json(report) if as_json else _as_text(report, data))
+    return 0 if report.is_good else 1
+
+
+def _model_dir(tokenizer: str) -> str:
+    directory = Path(tokenizer).expanduser()
+    if not directory.is_dir():
+        raise ConfigError(f"--tokenizer: got {tokenizer!r}, expected a directory with a model's tokenizer")
+    return str(directory)
+
+
+def _max_prompt_tokens(settings: Settings) -> int:
+    """As a run takes it."""
+    return min(settings.data.max_prompt_tokens, settings.engine.max_model_len - settings.sampling.max_tokens)
+
+
+def _as_json(report: Report) -> str:
+    facts = {
+        "is_good": report.is_good,
+        "rows": report.num_rows,
+        "bad": report.num_bad,
+        "overlong": report.num_overlong,
+        "repeated": report.num_repeated,
+        "longest_tokens": report.longest_tokens,
+        "longest_chars": report.longest_chars,
+        "data_sources": dict(report.data_sources),
+        "agent_names": dict(report.agent_names),
+        "findings": [asdict(finding) for finding in report.findings],
+        "num_findings": report.num_findings_in_all,
+    }
+    return json.dumps(facts, ensure_ascii=True) + "\n"
+
+
+def _as_text(report: Report, data: DataSettings) -> str:
+    lines = [_line(finding) for finding in report.findings[:MAX_LINES]]
+    unshown = report.num_findings_in_all - len(lines)
+    if unshown > 0:
+        lines.append(f"… and {unshown} more of these kinds")
+    longest = f"{report.longest_chars} characters"
+    if report.longest_tokens is not None:
+        longest += f", {report.longest_tokens} tokens (at most {data.max_prompt_tokens})"
+    lines.append(
+        f"{report.num_rows} rows: {report.num_rows - report.num_bad - report.num_overlong} good, {report.num_bad} bad, "
+        f"{report.num_overlong} too long, {report.num_repeated} with a prompt seen before; longest prompt {longest}"
+    )
+    if report.data_sources:
+        lines.append("data sources: " + ", ".join(f"{name} {count}" for name, count in report.data_sources.most_common(10)))
+    lines.append("a run would take this data" if report.is_good else "a run would refuse this data")
+    return "".join(f"{line}\n" for line in lines)
+
+
+def _line(finding: Finding) -> str:
+    place = finding.source if finding.row == 0 else f"{finding.source} row {finding.row}"
+    column = f" {finding.column}:" if finding.column else ""
+    text = f"{'error' if finding.is_error else 'note'}: {place}:{column} {finding.message}"
+    return text.encode("utf-8", "backslashreplace").decode()
