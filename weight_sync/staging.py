@@ -80,6 +80,7 @@ class StagingArea:
         check_manifest: refuses, by raising, weights that the engine's model could not take; called before any weight moves.
         dtype: in which floating weights have to come, such as `bfloat16`; empty: in any.
         lendable: whether what it holds can be lent on (`WeightServer.hold`).
+        on_end: told the nonce of each staging that has ended, in its thread; `status` and `get` say how.
     """
 
     def __init__(
@@ -90,8 +91,10 @@ class StagingArea:
         num_ranks: int = 1,
         dtype: str = "",
         lendable: bool = False,
+        on_end: Callable[[str], None] = lambda nonce: None,
     ) -> None:
         self._check_manifest = check_manifest
+        self._on_end = on_end
         self._rank = rank
         self._num_ranks = num_ranks
         self._dtype = dtype
@@ -234,6 +237,7 @@ class StagingArea:
                 self._error = error
         if staged is not None and not is_current:
             staged.memory.release()
+        self._on_end(attempt.nonce)
 
     def _receive_any(self, attempt: _Attempt) -> StagedWeights:
         """Offer the loaded weights as a base; if what changed in them cannot be used, ask for all of the new ones."""
