@@ -20,7 +20,7 @@ import orjson
 
 from agent_loop.engine import Generation, SamplingParams
 from agent_loop.errors import BadGeneration, EngineUnavailable, RequestRefused
-from agent_loop.vllm_wire import decode_choice, decode_response, encode_request
+from agent_loop.vllm_wire import decode_choice, decode_prompt_logprobs, decode_response, encode_request
 
 PauseMode = Literal["abort", "wait", "keep"]
 KEEP_ALIVE_S = 4.0
@@ -94,6 +94,20 @@ class VllmClient:
             return {entry["token_id"]: entry["logprob"] for entry in top}
         except (KeyError, IndexError, TypeError) as error:
             raise BadGeneration(f"probe: got {str(choice)[:_QUOTED]}, expected top_logprobs") from error
+
+    async def score(self, token_ids: Sequence[int], *, cache_salt: str) -> list[float]:
+        """Log-probability in nats of each token but the first, given those before it, at temperature 1."""
+        ids = np.array(token_ids, np.int32)
+        body = encode_request(
+            ids,
+            SamplingParams(temperature=1.0, max_tokens=1, seed=0),
+            request_id="probe",
+            cache_salt=cache_salt,
+            model=self._model,
+            scores_prompt=True,
+        )
+        answer = await self._call("POST", "/inference/v1/generate", body=body, timeout_s=self._control_timeout_s, what="probe")
+        return decode_prompt_logprobs(answer, ids.tolist(), request_id="probe")
 
     async def abort(self, request_ids: Sequence[str]) -> None:
         """End these generations; each answers with what it has and stop reason `abort`."""

@@ -31,8 +31,9 @@ def encode_request(
     cache_salt: str | None = None,
     num_logprobs: int = 0,
     model: str | None = None,
+    scores_prompt: bool = False,
 ) -> bytes:
-    """JSON body. `num_logprobs` 0 asks for the sampled token's log-probability only."""
+    """JSON body. `num_logprobs` 0 asks for the sampled token's log-probability only; `scores_prompt` for the prompt's too."""
     parameters: dict[str, Any] = {
         "temperature": sampling.temperature,
         "max_tokens": sampling.max_tokens,
@@ -40,6 +41,8 @@ def encode_request(
         "logprobs": num_logprobs,
         "detokenize": False,
     }
+    if scores_prompt:
+        parameters["prompt_logprobs"] = 0
     if sampling.seed is not None:
         parameters["seed"] = sampling.seed
     body: dict[str, Any] = {"request_id": request_id, "token_ids": prompt_ids.tolist(), "sampling_params": parameters}
@@ -72,6 +75,20 @@ def decode_response(body: bytes, *, request_id: str) -> Generation:
     )
     generation.validate(request_id)
     return generation
+
+
+def decode_prompt_logprobs(body: bytes, token_ids: list[int], *, request_id: str) -> list[float]:
+    """Log-probability of each prompt token but the first, whatever the sampling temperature. Raises BadGeneration."""
+    try:
+        entries = orjson.loads(body)["prompt_logprobs"]
+        scored = [float(entry[str(token)]["logprob"]) for token, entry in zip(token_ids[1:], entries[1:], strict=True)]
+    except (orjson.JSONDecodeError, KeyError, IndexError, TypeError, ValueError) as error:
+        raise BadGeneration(
+            f"request {request_id}: got {body[:200]!r}, expected prompt_logprobs of {len(token_ids)}"
+        ) from error
+    if not all(logprob > STAND_IN_LOGPROB for logprob in scored):
+        raise BadGeneration(f"request {request_id}: got prompt logprobs {scored[:10]}, expected finite numbers")
+    return scored
 
 
 def decode_choice(body: bytes, *, request_id: str) -> dict[str, Any]:

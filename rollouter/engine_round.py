@@ -91,7 +91,19 @@ async def bring(
                 why=reason,
             )
             return _result(member, announced, committed=False, stage_ms=stage_ms, phase=progress.phase, message=reason)
-        return _result(member, announced, committed=True, stage_ms=stage_ms)
+        result = _result(member, announced, committed=True, stage_ms=stage_ms)
+        return result.model_copy(update={"probe_logprobs": await _probe(member, announced)})
+
+
+async def _probe(member: Member, announced: WeightRound) -> tuple[float, ...]:
+    """The round's probe, scored while the engine generates under the same weights; nothing where it does not answer."""
+    if not announced.probe_ids or member.held is None:
+        return ()
+    try:
+        return tuple(await member.client.score(announced.probe_ids, cache_salt=member.held.cache_salt))
+    except AgentLoopError as error:
+        log.warning("engine did not score the probe", engine=member.name, why=str(error))
+        return ()
 
 
 @dataclass(slots=True)

@@ -269,6 +269,8 @@ class WeightRound(Message):
     """Engine name to the nonce of its newest completed staging."""
     failed: dict[str, str] = Field(default_factory=dict)
     """Nonce to why that staging failed."""
+    probe_ids: tuple[int, ...] = ()
+    """A sequence that each engine scores once it holds this version; empty: none."""
 
 
 class EvaluationRequest(Message):
@@ -481,6 +483,8 @@ class RoundResult(Message):
     """Of this engine at this version."""
     phase: RoundPhase | None = None
     """In which it failed."""
+    probe_logprobs: tuple[float, ...] = ()
+    """Of the round's `probe_ids` but the first, in nats at temperature 1, under the weights that were committed."""
     message: str = ""
     """Why it failed."""
 

@@ -107,6 +107,11 @@ class FsdpPolicy:
         """Trained numbers, tied ones counted once."""
         return sum(parameter.numel() for parameter in self._parameters)
 
+    @property
+    def vocab_size(self) -> int:
+        """Token ids are below it."""
+        return self._shape.vocab_size
+
     def logprobs(self, samples: Sequence[Sample]) -> list[npt.NDArray[np.float32]]:
         """See `Policy.logprobs`."""
         scored = [np.zeros(sample.num_tokens, dtype=np.float32) for sample in samples]

@@ -20,10 +20,11 @@ import torch
 from configs.schema import WeightSyncSettings
 from sample_bus.messages import Accepted, RollouterStatus, RoundResult, RoundState, RoundSummary, WeightRound
 from sample_bus.protocols import ControlServer
+from trainer.probe import Probe, ProbeReport
 from trainer.rounds import Rounds
 from weight_sync.errors import WeightSyncError
 from weight_sync.manifest import Manifest
-from weight_sync.server import StageFailure, StageReport, WeightServer
+from weight_sync.server import Publication, StageFailure, StageReport, WeightServer
 
 log = structlog.get_logger()
 
@@ -48,10 +49,14 @@ class Publisher:
         loop: asyncio.AbstractEventLoop,
         on_version: Callable[[int, str], None] = lambda version, digest: None,
         on_round: Callable[[RoundSummary], None] = lambda summary: None,
+        probe: Probe | None = None,
+        on_probe: Callable[[ProbeReport], None] = lambda report: None,
     ) -> None:
         """`on_version` is told each version and its digest before it is announced, `on_round` what becomes of it, whenever
-        that changes."""
+        that changes, and `on_probe` what an engine that took it made of `probe`."""
         self._control = control
+        self._probe = probe
+        self._on_probe = on_probe
         self._settings = settings
         self._incarnation = incarnation
         self._loop = loop
@@ -87,10 +92,14 @@ class Publisher:
 
         Raises WeightSyncError when an earlier version is still in use beyond its deadline.
         """
-        publication = await self._loop.run_in_executor(
-            executor,
-            lambda: self._server.publish(weights, policy_version=policy_version),
-        )
+        probe = self._probe
+
+        def publish() -> Publication:
+            if probe is not None:
+                probe.score(policy_version)
+            return self._server.publish(weights, policy_version=policy_version)
+
+        publication = await self._loop.run_in_executor(executor, publish)
         self._round = WeightRound(
             policy_version=policy_version,
             incarnation=self._incarnation,
@@ -99,6 +108,7 @@ class Publisher:
             num_tensors=publication.num_tensors,
             total_bytes=publication.total_bytes,
             announced_at=time.time(),
+            probe_ids=() if probe is None else probe.ids,
         )
         self._remember(policy_version, publication.manifest)
         self._on_version(policy_version, publication.manifest_digest)
@@ -168,6 +178,9 @@ class Publisher:
         )
         self._rounds.take(result, self._loop.time())
         self._follow()
+        report = None if self._probe is None else self._probe.take(result)
+        if report is not None:
+            self._on_probe(report)
         async with self._changed:
             self._committed[result.engine] = result.policy_version
             self._changed.notify_all()

@@ -30,6 +30,7 @@ from trainer.fsdp import FsdpPolicy
 from trainer.intake import Intake
 from trainer.loop import TrainingLoop
 from trainer.models import prepare_model
+from trainer.probe import Probe, probe_ids, row_of_probe
 from trainer.publisher import Publisher
 from trainer.randomness import Randomness
 from trainer.retained import Retained
@@ -114,6 +115,9 @@ async def train(around: Surroundings) -> None:
             config=dump(settings),
         )
     )
+    probe = None
+    if settings.weight_sync.probe == "on":
+        probe = Probe(policy, probe_ids(policy.vocab_size, max_model_len=settings.engine.max_model_len))
     publisher = Publisher(
         around.hub,
         settings.weight_sync,
@@ -125,6 +129,8 @@ async def train(around: Surroundings) -> None:
             VersionPublished(at=time.time(), policy_version=version, step=board.status.step, digest=digest)
         ),
         on_round=lambda summary: _say_round(board, tracker, summary),
+        probe=probe,
+        on_probe=lambda report: tracker.write("probe", report.policy_version, row_of_probe(report)),
     )
     try:
         with publisher:
