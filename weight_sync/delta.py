@@ -18,7 +18,7 @@ for each changed element.
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any
@@ -83,16 +83,26 @@ def encode_delta(base: Bytes, new: Bytes, word_bytes: int) -> EncodedDelta:
     return EncodedDelta(payload=np.concatenate(parts) if num_changed else np.empty(0, np.uint8), num_changed=num_changed)
 
 
-def apply_delta(payload: Bytes, target: Bytes, word_bytes: int) -> None:
-    """Turn `target`, which holds the bytes that the delta was made from, into the new ones, in place.
+def apply_delta(
+    payload: Bytes, base: Bytes, target: Bytes, word_bytes: int, *, on_block: Callable[[Bytes], object] | None = None
+) -> None:
+    """Write to `target` the tensor that `base` becomes by the delta; an empty delta changes nothing.
+
+    Args:
+        on_block: called with each block of `target` as it is done, in order, while a processor's cache still holds it.
 
     Raises:
-        ProtocolError: `payload` is no delta of a tensor of this size.
+        ProtocolError: `payload` is no delta of a tensor of this size; what `target` holds then is undefined.
     """
-    words = target.view(_WORDS[word_bytes])
+    old, words = base.view(_WORDS[word_bytes]), target.view(_WORDS[word_bytes])
     reader = _Reader(payload)
     for start in range(0, len(words), BLOCK_WORDS):
-        _apply_block(reader, words[start : start + BLOCK_WORDS])
+        block = words[start : start + BLOCK_WORDS]
+        np.copyto(block, old[start : start + BLOCK_WORDS])
+        if len(payload):
+            _apply_block(reader, block)
+        if on_block is not None:
+            on_block(block.view(np.uint8))
     if reader.at != len(payload):
         raise ProtocolError(f"a delta of {len(payload)} bytes ends after {reader.at}")
 

@@ -338,13 +338,12 @@ class _Receiver:
         if base is None or base.dtype != piece.spec.dtype or tuple(base.shape) != piece.spec.shape:
             held = "none" if base is None else f"{base.dtype} of shape {list(base.shape)}"
             raise DeltaRefused(f"got what changed in {piece.spec}, the base has {held}")
-        np.copyto(memory, base.contiguous().view(-1).view(torch.uint8).numpy())
-        if piece.encoding is Encoding.DELTA:
-            try:
-                apply_delta(self._delta[: piece.delta_bytes], memory, piece.spec.dtype.itemsize)
-            except ProtocolError as error:
-                raise DeltaRefused(f"got no delta of {piece.spec}: {error}") from error
-        self._hasher.update(memory.data)
+        old = base.contiguous().view(-1).view(torch.uint8).numpy()
+        delta, word_bytes = self._delta[: piece.delta_bytes], piece.spec.dtype.itemsize
+        try:
+            apply_delta(delta, old, memory, word_bytes, on_block=lambda block: self._hasher.update(block.data))
+        except ProtocolError as error:
+            raise DeltaRefused(f"got no delta of {piece.spec}: {error}") from error
 
     def _complete(self, piece: Piece, memory: torch.Tensor) -> tuple[str, torch.Tensor]:
         if piece.encoding is not Encoding.FULL:
