@@ -10,7 +10,7 @@ import os
 import secrets
 import threading
 import time
-from typing import Self
+from typing import Any, NoReturn, Self
 
 import zmq
 from zmq.utils import z85
@@ -152,12 +152,48 @@ class Link:
             ready = dict(self._poller.poll(int(seconds * 1000) + 1))
         finally:
             self._poller.unregister(socket)
+        self._note(ready)
+
+    def _note(self, ready: dict[Any, int]) -> None:
         if self._wake in ready:
             os.eventfd_read(self._wake)
         for monitor in self._monitors:
             if monitor in ready:
                 event = recv_monitor_message(monitor)
                 self._lost = self._lost or _ENDS.get(int(event["event"]), "")
+
+    def wait_for(self, descriptor: int) -> None:
+        """Wait until `descriptor` can be read. Raises like `receive` when the server ends the transfer, or `cut` does.
+
+        A message that is none of its failure stays.
+        """
+        self._poller.register(descriptor, zmq.POLLIN)
+        try:
+            while True:
+                left_s = self.deadline - time.monotonic()
+                if left_s <= 0:
+                    raise TransferTimeout(f"{self.peer} was silent until the deadline of the transfer, {self.place}")
+                ready = dict(self._poller.poll(int(left_s * 1000) + 1))
+                self._note(ready)
+                if self._cut_reason is not None:
+                    raise TransferTimeout(f"{self.peer}: cut off, {self.place}: {self._cut_reason}")
+                if descriptor in ready:
+                    return
+                if self._lost:
+                    self.raise_end("")
+        finally:
+            self._poller.unregister(descriptor)
+
+    def raise_end(self, problem: str) -> NoReturn:
+        """Raise what the server said before it ended the transfer, or else PeerLost with `problem`."""
+        self.deadline = min(self.deadline, time.monotonic() + _LAST_WORDS_MS / 1000)
+        try:
+            message, _ = self.receive()
+        except TransferTimeout:
+            if self._cut_reason is not None:
+                raise
+            raise PeerLost(f"{self.peer} {self._lost or 'is gone'}, {self.place}: {problem}") from None
+        raise PeerLost(f"{self.peer} sent {type(message).__name__}, {self.place}: {problem}")
 
     def cut(self, reason: str) -> None:
         """End the transfer from any thread; its waits fail with `reason`."""
