@@ -678,6 +678,13 @@ class Settings(Section):
                 f"sampling.max_tokens={self.sampling.max_tokens} leaves no room for a prompt in "
                 f"engine.max_model_len={self.engine.max_model_len}"
             )
+        overlong_at = self.reward.overlong_max_tokens or self.sampling.max_tokens
+        if self.reward.overlong_buffer_tokens > overlong_at:
+            problems.append(
+                f"reward.overlong_buffer_tokens={self.reward.overlong_buffer_tokens} is above the {overlong_at} tokens of "
+                f"{'sampling.max_tokens' if self.reward.overlong_max_tokens is None else 'reward.overlong_max_tokens'}: "
+                "every rollout would be overlong"
+            )
         if self.evaluation.every_versions and not self.data.held_out_fraction:
             problems.append(
                 f"evaluation.every_versions={self.evaluation.every_versions}: data.held_out_fraction=0 leaves no task for it"

@@ -35,6 +35,11 @@ def _unused(settings: Settings, on_gpu: bool) -> Iterator[tuple[str, str]]:
         yield "engine.gpu_memory_utilization", "there is no GPU: the KV cache is sized by engine.kv_cache_bytes"
     if settings.engine.placement == "local" and not settings.engine.urls:
         yield from ((f"engine.{name}", "engine.placement is local: Ray is not used") for name in _RAY_DETAILS)
+    if settings.reward.parts:
+        yield "data.reward", "reward.parts are given: the reward is their sum"
+        yield "reward.arguments", "reward.parts are given: each has arguments of its own"
+    if not settings.reward.overlong_buffer_tokens:
+        yield "reward.overlong_penalty", "reward.overlong_buffer_tokens is 0: there is no soft overlong punishment"
     if settings.model.source != MADE_HERE:
         yield "model.warm_start_steps", f"only {MADE_HERE} is warm-started here"
     if settings.model.source in (MADE_HERE, CONVERTED_HERE):

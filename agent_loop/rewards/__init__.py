@@ -5,10 +5,13 @@ runs in processes of its own (`pool`), which are killed at the deadline; only th
 they are asked for.
 """
 
+from agent_loop.rewards.code import code_tests
 from agent_loop.rewards.documents import json_schema
+from agent_loop.rewards.gym import reasoning_gym
 from agent_loop.rewards.loading import Reward, Scoring, load_reward
 from agent_loop.rewards.maths import math_equal
 from agent_loop.rewards.score import Score, checked_score, score_of
+from agent_loop.rewards.services import judge, reward_model
 from agent_loop.rewards.sums import countdown, gsm8k
 from agent_loop.rewards.texts import choice, exact_match, numeric_match, regex_match, think_answer_format
 
@@ -18,14 +21,18 @@ __all__ = [
     "Scoring",
     "checked_score",
     "choice",
+    "code_tests",
     "countdown",
     "exact_match",
     "gsm8k",
     "json_schema",
+    "judge",
     "load_reward",
     "math_equal",
     "numeric_match",
+    "reasoning_gym",
     "regex_match",
+    "reward_model",
     "score_of",
     "think_answer_format",
 ]

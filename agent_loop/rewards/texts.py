@@ -13,7 +13,7 @@ from typing import Any
 from agent_loop.errors import BadGroundTruth
 
 _CHOICE_WORDS = re.compile(
-    r"(?:answer|choice|option)\b(?:\s+is\b)?\s*[:=]?\s*[*_`$]*(?:\\boxed\{|\\text\{)*\(?([A-Za-z])\b(?![a-z'])", re.IGNORECASE
+    r"(?:answer|choice|option)\b(?:\s+is\b)?\s*[:=]?[\s*_`$]*(?:\\boxed\{|\\text\{)*\(?([A-Za-z])\b(?![a-z'])", re.IGNORECASE
 )
 _CHOICE_BOXED = re.compile(r"\\boxed\{\s*(?:\\text\{)?\s*\(?([A-Za-z])\)?\s*\}")
 _CHOICE_TAGGED = re.compile(r"<answer>\s*\(?([A-Za-z])\)?[.:]?\s*</answer>")
