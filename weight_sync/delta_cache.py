@@ -5,6 +5,7 @@ Invariant: a pair is compared once; whoever asks meanwhile waits for it. A versi
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Mapping
 from concurrent.futures import Future
@@ -19,13 +20,14 @@ log = structlog.get_logger()
 
 _WORTHWHILE = 0.9
 """Share of the whole above which the whole is sent, which costs less to receive."""
+_MAX_THREADS = 8
 
 
 class DeltaCache:
     """Safe to use from the threads of several transfers; both versions must stay as they are during a call of `between`."""
 
-    def __init__(self, *, num_threads: int = 1) -> None:
-        self._num_threads = num_threads
+    def __init__(self) -> None:
+        self._num_threads = max(1, min(_MAX_THREADS, (os.cpu_count() or 1) // 2))
         self._lock = threading.Lock()
         self._made: dict[tuple[str, int], Future[VersionDelta | None]] = {}
         """By digest of the base and the new version."""

@@ -42,7 +42,13 @@ class IntegrityError(WeightSyncError):
 
 
 class DeltaRefused(IntegrityError):
-    """Raised when what changed in a tensor does not make the new one from the receiver's base."""
+    """Raised when what changed in a tensor does not make the new one from the receiver's base. Its text says so too, by which
+    the sender knows that all of the weights will be asked for."""
+
+    MARK = "delta refused"
+
+    def __init__(self, message: str) -> None:
+        super().__init__(f"{self.MARK}: {message}")
 
 
 class ManifestMismatch(WeightSyncError):

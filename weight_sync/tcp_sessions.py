@@ -270,7 +270,8 @@ class Sessions:
             with self._lock:
                 identities = list(self._sessions)
             for identity in identities:
-                self._send(identity, _GREETING, None)
+                if not self._probes or identity[-1] == 0:  # the end of another stripe may overtake the last word on the first
+                    self._send(identity, _GREETING, None)
         for transfer, joining in list(self._joining.items()):
             if joining.due <= now:
                 del self._joining[transfer]

@@ -23,6 +23,7 @@ from weight_sync.version_delta import VersionDelta, delta_between
 
 WAIT_S = 60.0
 ELEMENTS = 1 << 15
+TRANSPORTS = ["shared_memory", "tcp", "file"]
 TOTAL_BYTES = 6 * 2 * ELEMENTS
 
 
@@ -66,8 +67,8 @@ class Fleet:
 
 
 @contextmanager
-def fleet(directory: Path, encoding: str = "delta") -> Iterator[Fleet]:
-    settings = WeightSyncSettings(bucket_bytes=1 << 16, encoding=encoding)
+def fleet(directory: Path, encoding: str = "delta", transport: str = "shared_memory") -> Iterator[Fleet]:
+    settings = WeightSyncSettings(bucket_bytes=1 << 16, encoding=encoding, transport=transport)
     staged: queue.Queue[StageReport] = queue.Queue()
     failed: queue.Queue[StageFailure] = queue.Queue()
     with WeightServer(
@@ -76,8 +77,9 @@ def fleet(directory: Path, encoding: str = "delta") -> Iterator[Fleet]:
         yield Fleet(server, staged, failed)
 
 
-def test_after_the_first_round_only_what_changed_travels(tmp_path: Path) -> None:
-    with fleet(tmp_path) as rounds:
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_after_the_first_round_only_what_changed_travels(tmp_path: Path, transport: str) -> None:
+    with fleet(tmp_path, transport=transport) as rounds:
         area = StagingArea(check_manifest=accept)
         assert rounds.sync(area, rounds.publish(1)).payload_bytes == TOTAL_BYTES
         for version in range(2, 6):
@@ -90,6 +92,16 @@ def test_within_a_host_all_weights_travel_unless_told_otherwise(tmp_path: Path, 
         area = StagingArea(check_manifest=accept)
         for version in range(1, 4):
             assert rounds.sync(area, rounds.publish(version)).payload_bytes == TOTAL_BYTES
+
+
+def test_between_hosts_only_what_changed_travels_unless_told_otherwise(tmp_path: Path) -> None:
+    with fleet(tmp_path, "auto", "tcp") as rounds:
+        area = StagingArea(check_manifest=accept)
+        rounds.sync(area, rounds.publish(1))
+        assert rounds.sync(area, rounds.publish(2)).payload_bytes < 0.05 * TOTAL_BYTES
+    with fleet(tmp_path, "full", "tcp") as rounds:
+        rounds.publish(2)
+        assert rounds.sync(area, rounds.publish(3)).payload_bytes == TOTAL_BYTES
 
 
 def test_a_receiver_that_holds_a_version_which_is_gone_gets_all_weights(tmp_path: Path) -> None:
@@ -121,10 +133,13 @@ def test_a_restarted_receiver_gets_all_weights_and_then_what_changed(tmp_path: P
         assert rounds.sync(area, rounds.publish(3)).payload_bytes < 0.05 * TOTAL_BYTES
 
 
+@pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("name", ["layer.0", "layer.3"])
-def test_a_base_whose_bytes_were_altered_brings_all_weights_in_the_same_round(tmp_path: Path, name: str) -> None:
+def test_a_base_whose_bytes_were_altered_brings_all_weights_in_the_same_round(
+    tmp_path: Path, name: str, transport: str
+) -> None:
     """An unchanged tensor and a changed one: both are checked as a whole."""
-    with fleet(tmp_path) as rounds:
+    with fleet(tmp_path, transport=transport) as rounds:
         area = StagingArea(check_manifest=accept)
         rounds.sync(area, rounds.publish(1))
         loaded = area.loaded
