@@ -22,6 +22,7 @@ from configs.errors import ConfigError
 from configs.paths import bus_address, held_alone, make_run_dir, socket_dir, sockets_of
 from configs.schema import Settings
 from configs.signals import ending_signals
+from rollouter.adapter_engine import with_adapter
 from rollouter.bookkeeping import known_next
 from rollouter.codec import Codec, load_codec
 from rollouter.data.measure import Model
@@ -34,6 +35,7 @@ from rollouter.pipeline import Pipeline
 from rollouter.prompts import MAX_ROWS_IN_MEMORY, Prompts, prepare
 from rollouter.run_in_hand import RunInHand
 from rollouter.scoring import reward_of
+from rollouter.weight_cache import WeightCache
 from sample_bus.errors import BusError, Ended, PeerLost
 from sample_bus.messages import (
     Accepted,
@@ -77,15 +79,20 @@ def open_pool(
     on_round_result: Callable[[RoundResult], None],
 ) -> EngineFleet:
     """The real engines: vLLM servers."""
+    sockets = socket_dir(settings)
+    cache = WeightCache(
+        settings.weight_sync, socket_dir=sockets / "cache", log_file=settings.run_dir / "logs" / "weight-cache.log"
+    )
     return EnginePool(
-        settings.engine,
+        with_adapter(settings),
         settings.weight_sync,
-        socket_dir=socket_dir(settings),
+        socket_dir=sockets,
         log_dir=settings.run_dir / "logs",
         partial_rollout=lambda: live().partial_rollout,
         live=live,
         on_change=on_change,
         on_round_result=on_round_result,
+        cache=cache if settings.weight_sync.host_cache else None,
     )
 
 

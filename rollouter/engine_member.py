@@ -11,8 +11,10 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Literal
+from urllib.parse import urlsplit
 
 from agent_loop.vllm_client import VllmClient
+from configs.bus_address import is_loopback
 from rollouter.engines import EngineServer
 from sample_bus.messages import EngineStatus, WeightRound
 
@@ -90,6 +92,13 @@ class Member:
     @property
     def is_alive(self) -> bool:
         return self.state not in (EngineState.STARTING, EngineState.DEAD)
+
+    @property
+    def is_local(self) -> bool:
+        """Runs on this host, as far as its address says."""
+        if self.server is not None or self.client.address.startswith("unix:"):
+            return True
+        return is_loopback(urlsplit(self.client.address).hostname or "")
 
     @property
     def max_requests(self) -> int:

@@ -31,10 +31,12 @@ from rollouter.engine_member import EngineState, Held, Member, PartialRollout, W
 from rollouter.engine_round import Source, bring
 from rollouter.engine_seats import Seats
 from rollouter.engines import EngineServer
+from rollouter.errors import WeightCacheLost
 from rollouter.open_turns import OpenTurn, OpenTurns, goes_on_here, salt_of
 from rollouter.provenance import with_provenance
 from rollouter.ray_server import RayDriver, RayServer
 from rollouter.vllm_server import VllmServer
+from rollouter.weight_cache import WeightCache
 from rollouter.weight_check import unanswered, weights_of
 from sample_bus.messages import EngineStatus, RoundResult, WeightRound
 from sample_bus.weight_checks import EngineWeights
@@ -65,15 +67,18 @@ class EnginePool:
         live: Callable[[], Settings] | None = None,
         on_change: Callable[[], None] = lambda: None,
         on_round_result: Callable[[RoundResult], None] = lambda result: None,
+        cache: WeightCache | None = None,
     ) -> None:
         """`on_change` is called on the event loop after any change of `statuses()`; `on_round_result` with the outcome when an
         engine catches up by itself (the outcomes of `sync` are returned by it). `partial_rollout` is asked at each pause.
-        `live` gives the settings in force, for the number of requests of an engine; None: as many as it decodes together."""
+        `live` gives the settings in force, for the number of requests of an engine; None: as many as it decodes together.
+        `cache` stages for the engines of this host; None: each engine stages from the trainer."""
         self._settings = engine
         self._weight_sync = weight_sync
         self._partial_rollout = partial_rollout
         self._on_change = on_change
         self._on_round_result = on_round_result
+        self._cache = cache
         self._ray: RayDriver | None = None
         self._members = self._make_members(socket_dir, log_dir)
         self._seats = Seats(self._members)
@@ -120,6 +125,8 @@ class EnginePool:
 
     async def launch(self) -> None:
         """Start the server processes ahead of `start`: they import what they need while the model is being prepared."""
+        if self._cache is not None:
+            await self._cache.launch()
         for member in self._members:
             if member.server is not None:
                 await member.server.launch()
@@ -151,6 +158,10 @@ class EnginePool:
         await self._check(member)
         self._change(member, EngineState.WAITING)
 
+    def _model_dtype(self) -> str:
+        assert self._model is not None, "supervise before start"
+        return self._model[1]
+
     async def _check(self, member: Member) -> None:
         """Refuse an engine whose log-probabilities leave temperature out: every importance ratio would be wrong."""
         try:
@@ -175,6 +186,8 @@ class EnginePool:
         await asyncio.gather(*(member.client.close() for member in self._members))
         try:
             await asyncio.gather(*(member.server.stop() for member in self._members if member.server is not None))
+            if self._cache is not None:
+                await self._cache.close()
         finally:
             if self._ray is not None:
                 await self._ray.close()
@@ -188,10 +201,12 @@ class EnginePool:
         """
         async with asyncio.TaskGroup() as group:
             limiting = None if self._limits is None else group.create_task(self._limits.run())
+            caching = None if self._cache is None else group.create_task(self._cache.run(self._model_dtype()))
             watched = [group.create_task(self._watch(member)) for member in self._members]
             await asyncio.wait(watched)
-            if limiting is not None:
-                limiting.cancel()
+            for side in (limiting, caching):
+                if side is not None:
+                    side.cancel()
         error = EnginesLost("no engine is left; " + "; ".join(task.result() for task in watched))
         self._seats.fail(error)
         raise error
@@ -325,6 +340,11 @@ class EnginePool:
         self, member: Member, announced: WeightRound, wait_staged: WaitStaged, *, turn: asyncio.Lock | None = None
     ) -> RoundResult:
         async def open_source(announced: WeightRound) -> Source:
+            if self._cache is not None and member.is_local:
+                try:
+                    return Source(address=await self._cache.hold(announced), wait_staged=self._cache.wait_staged)
+                except WeightCacheLost as error:
+                    log.warning("an engine stages from the trainer", engine=member.name, why=str(error))
             return Source(address=announced.address, wait_staged=wait_staged)
 
         def changed() -> None:

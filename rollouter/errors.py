@@ -4,6 +4,7 @@ RolloutError
 ├── DataError          rows that cannot become tasks; also a ConfigError
 ├── TooManyFailures    so many rollouts failed that going on makes no sense
 ├── RoundFailed        a policy version that the engines could not take
+├── WeightCacheLost    the host's weight cache ended, or could not stage a version
 ├── EvaluationFailed   an evaluation without a single scored sample
 ├── DataExhausted      the passes over the data that were allowed are over before the steps
 ├── AllQuarantined     every task failed so often that none may be issued
@@ -61,3 +62,7 @@ class LateResult(RolloutError, TimeoutError):
 
 class TrainerFailed(RolloutError):
     """Raised when topic `end` says that the trainer failed; carries its words."""
+
+
+class WeightCacheLost(RolloutError):
+    """Raised to who waits for the host's weight cache when it ended, or says why it has not what was asked for."""

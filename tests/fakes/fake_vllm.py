@@ -43,6 +43,8 @@ class FakeVllm:
     bodies: list[Any] = field(default_factory=list)
     """Generate requests."""
     violations: list[str] = field(default_factory=list)
+    addresses: list[str] = field(default_factory=list)
+    """From which it was told to stage."""
     stale_reads: list[str] = field(default_factory=list)
     """Requests that began on what other weights had computed."""
     before_resume: asyncio.Event | None = None
@@ -269,6 +271,7 @@ class FakeVllm:
     def _worker_method(self, method: str, arguments: dict[str, Any]) -> web.Response:
         if method == "headrace_stage":
             self.staged, self.updating = arguments["policy_version"], False
+            self.addresses.append(arguments["address"])
             self.on_stage(arguments["engine"], arguments["policy_version"], arguments["nonce"])
         return web.json_response({"results": [{"state": "staged", "staged": self.staged, "loaded": self.loaded}]})
 
