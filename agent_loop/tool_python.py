@@ -28,6 +28,7 @@ _PARAMETERS: Mapping[str, Any] = {
 }
 _MAX_OUTPUT_BYTES = 1 << 20
 _MAX_FILE_BYTES = 64 << 20
+_REAPED_WITHIN_S = 2.0
 _BOOT = """
 import resource, sys
 memory, cpu_s, file_bytes = map(int, sys.argv[1:4])
@@ -71,11 +72,7 @@ class PythonTool:
                 env={"PATH": os.defpath, "HOME": directory, "TMPDIR": directory, "OMP_NUM_THREADS": "1"},
                 start_new_session=True,
             )
-            try:
-                return await self._finish(process, str(arguments["code"]))
-            finally:
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(process.pid, signal.SIGKILL)
+            return await self._finish(process, str(arguments["code"]))
 
     async def _finish(self, process: asyncio.subprocess.Process, code: str) -> str:
         assert process.stdin is not None, "a pipe was asked for"
@@ -94,6 +91,9 @@ class PythonTool:
         except TimeoutError:
             pass
         finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            await asyncio.wait((reading, asyncio.ensure_future(process.wait())), timeout=_REAPED_WITHIN_S)
             reading.cancel()
         text = output.decode("utf-8", "replace")
         if status is None:

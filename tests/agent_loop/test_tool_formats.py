@@ -1,0 +1,151 @@
+"""What models write as calls is read, or answered with words; nothing makes the reader fail."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from agent_loop.tool_formats import MAX_CALL_CHARACTERS, Call, Malformed, ToolFormat, format_of_template, read_calls
+from tests.agent_loop.chat_models import FAMILIES
+
+F = ToolFormat
+ADD = Call(name="add", arguments={"a": 1, "b": "two"})
+
+
+def written(calls: list[Call], tool_format: ToolFormat) -> str:
+    """As a model of that family writes them."""
+    objects = [{"name": call.name, "arguments": dict(call.arguments)} for call in calls]
+    match tool_format:
+        case F.HERMES:
+            return "".join(f"<tool_call>\n{json.dumps(one)}\n</tool_call>\n" for one in objects)
+        case F.LLAMA3:
+            return "; ".join(json.dumps({"name": one["name"], "parameters": one["arguments"]}) for one in objects)
+        case F.MISTRAL:
+            return f"[TOOL_CALLS]{json.dumps(objects)}</s>"
+        case F.DEEPSEEK:
+            parts = [
+                f"<｜tool▁call▁begin｜>function<｜tool▁sep｜>{one['name']}\n```json\n{json.dumps(one['arguments'])}\n```"
+                "<｜tool▁call▁end｜>"
+                for one in objects
+            ]
+            return f"<｜tool▁calls▁begin｜>{''.join(parts)}<｜tool▁calls▁end｜>"
+        case F.PYTHONIC:
+            parts = [f"{one.name}({', '.join(f'{key}={value!r}' for key, value in one.arguments.items())})" for one in calls]
+            return f"[{', '.join(parts)}]"
+
+
+NAMES = st.from_regex(r"[a-z_]{1,8}", fullmatch=True).filter(
+    lambda name: name not in ("if", "in", "is", "or", "as", "not", "and")
+)
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers(-(10**9), 10**9) | st.text(st.characters(codec="ascii"), max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(NAMES, inner, max_size=3),
+    max_leaves=5,
+)
+
+
+@settings(max_examples=50)
+@given(
+    st.sampled_from(ToolFormat),
+    st.lists(st.builds(Call, name=NAMES, arguments=st.dictionaries(NAMES, VALUES)), min_size=1, max_size=3),
+)
+def test_calls_come_back_as_they_were_written(tool_format: ToolFormat, calls: list[Call]) -> None:
+    if tool_format is F.PYTHONIC:
+        import keyword
+
+        calls = [one for one in calls if not any(keyword.iskeyword(word) for word in (one.name, *one.arguments))] or [ADD]
+    assert read_calls(written(calls, tool_format), tool_format) == calls
+
+
+SCRAPS = ['{"name": ', '"x"', "}", "{", "<tool_call>", "</tool_call>", "[", "]", "f(", ")", "=1", ";", "[TOOL_CALLS]", "[ARGS]"]
+MORE_SCRAPS = ["<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>"]
+
+
+@given(st.sampled_from(ToolFormat), st.lists(st.sampled_from([*SCRAPS, *MORE_SCRAPS]) | st.text(max_size=5), max_size=12))
+def test_no_text_makes_reading_fail(tool_format: ToolFormat, parts: list[str]) -> None:
+    """B157"""
+    for found in read_calls("".join(parts), tool_format):
+        assert isinstance(found, (Call, Malformed))
+        if isinstance(found, Call):
+            assert found.name
+            assert isinstance(found.arguments, dict)
+
+
+@pytest.mark.parametrize("tool_format", ToolFormat)
+def test_an_answer_without_a_call_has_none(tool_format: ToolFormat) -> None:
+    for text in ("", "The answer is 4.", "a [list] of {things}", "f(x) = [1, 2]"):
+        assert read_calls(text, tool_format) == []
+
+
+@pytest.mark.parametrize(
+    ("inner", "words"),
+    [
+        ("", "not JSON"),
+        ("{", "not JSON"),
+        ('{"name": "add", "arguments": {"a": 1,}}', "not JSON"),
+        ("{'name': 'add'}", "not JSON"),
+        ('{"arguments": {}}', "expected `name`"),
+        ('{"name": "add"}{"name": "add"}', "not JSON"),
+        ("[1, 2]", "expected an object"),
+        ("7", "expected an object"),
+        ("null", "expected an object"),
+        ("NaN", "NaN is no number"),
+        ('{"name": "add", "arguments": {"a": NaN}}', "NaN is no number"),
+        ('{"name": "add", "arguments": [1]}', "expected an object"),
+        ('{"name": "add", "arguments": "half {"}', "not JSON"),
+        ('{"name": 7, "arguments": {}}', "expected `name`"),
+        ("[" * 100_000, "JSON"),
+    ],
+)
+def test_a_malformed_call_says_what_was_expected(inner: str, words: str) -> None:
+    """B157"""
+    (found,) = read_calls(f"<tool_call>{inner}</tool_call>", F.HERMES)
+    assert isinstance(found, Malformed)
+    assert words in found.why
+    assert len(found.why) < 600
+
+
+def test_a_megabyte_of_call_is_malformed() -> None:
+    """B157"""
+    (found,) = read_calls("<tool_call>" + "x" * (MAX_CALL_CHARACTERS + 1), F.HERMES)
+    assert isinstance(found, Malformed)
+
+
+def test_arguments_written_as_text_are_read() -> None:
+    """B157: nested JSON in a string."""
+    text = '<tool_call>{"name": "add", "arguments": "{\\"a\\": 1, \\"b\\": \\"two\\"}"}</tool_call>'
+    assert read_calls(text, F.HERMES) == [ADD]
+
+
+def test_a_call_that_does_not_close_is_malformed() -> None:
+    for text, tool_format in (
+        ('<tool_call>{"name": "add"', F.HERMES),
+        ("<｜tool▁call▁begin｜>function<｜tool▁sep｜>add\n```json\n{", F.DEEPSEEK),
+        ('[TOOL_CALLS][{"name": "add"', F.MISTRAL),
+        ('{"name": "add", "parameters": {', F.LLAMA3),
+        ("[add(a=1", F.PYTHONIC),
+    ):
+        (found,) = read_calls(text, tool_format)
+        assert isinstance(found, Malformed), tool_format
+
+
+def test_other_spellings_are_read() -> None:
+    assert read_calls('[TOOL_CALLS]add[ARGS]{"a": 1, "b": "two"}', F.MISTRAL) == [ADD]
+    assert read_calls('<｜tool▁call▁begin｜>add<｜tool▁sep｜>{"a": 1, "b": "two"}<｜tool▁call▁end｜>', F.DEEPSEEK) == [ADD]
+    assert read_calls('<|python_tag|>{"name": "add", "parameters": {"a": 1, "b": "two"}}<|eom_id|>', F.LLAMA3) == [ADD]
+    assert read_calls("```tool_code\n[add(a=1, b='two')]\n```", F.PYTHONIC) == [ADD]
+
+
+def test_code_in_a_pythonic_call_is_not_run() -> None:
+    (found,) = read_calls("[add(a=__import__('os').getpid())]", F.PYTHONIC)
+    assert isinstance(found, Malformed)
+
+
+def test_the_format_is_the_templates() -> None:
+    assert format_of_template(FAMILIES["qwen2.5"].template) is F.HERMES
+    assert format_of_template(FAMILIES["llama3"].template) is F.LLAMA3
+    assert format_of_template("… <｜tool▁calls▁begin｜> …") is F.DEEPSEEK
+    assert format_of_template("… [TOOL_CALLS] …") is F.MISTRAL

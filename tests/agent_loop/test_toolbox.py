@@ -1,0 +1,386 @@
+"""Calls end by their deadline with words for the model, whatever the tool does."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+from aiohttp import web
+from hypothesis import given
+from hypothesis import strategies as st
+
+from agent_loop.errors import ToolError, ToolUnavailable
+from agent_loop.tool_formats import Call, Malformed
+from agent_loop.toolbox import Outcome, Result, ToolBox, cut, load_tools
+from agent_loop.tools import FunctionTool, ToolContext
+from configs.schema import ToolSettings
+from tests.agent_loop.scripted import Letters
+
+
+def add(a: int, b: int = 2, *, context: ToolContext) -> str:
+    """Adds.
+
+    Args:
+        a: the first number
+        b (int): the second one
+    """
+    return f"{a + b} for {context.rollout_id}, {dict(context.kwargs)}"
+
+
+async def wait_for_ever() -> None:
+    await asyncio.Event().wait()
+
+
+def sleep_for_ever() -> None:
+    threading.Event().wait()
+
+
+async def block_the_loop() -> None:
+    time.sleep(3)  # noqa: ASYNC251 - the point
+
+
+async def ignore_cancellation() -> None:
+    for _ in range(3):
+        try:
+            await asyncio.sleep(2)
+        except asyncio.CancelledError:
+            continue
+
+
+def spin() -> None:
+    until = time.monotonic() + 3
+    while time.monotonic() < until:
+        pass
+
+
+def leave() -> None:
+    raise SystemExit(3)
+
+
+def stumble() -> None:
+    raise ValueError("no such row")
+
+
+def data() -> dict[str, Any]:
+    return {"rows": [1, 2]}
+
+
+def context_of(tools: list[Callable[..., Any]], **changes: Any) -> Any:
+    @asynccontextmanager
+    async def opened() -> AsyncIterator[ToolBox]:
+        box = ToolBox(ToolSettings(**changes), [FunctionTool(tool) for tool in tools])
+        await box.open()
+        try:
+            yield box
+        finally:
+            await box.close()
+
+    return opened()
+
+
+async def make(
+    box: ToolBox, *calls: Call | Malformed, calls_left: int = 99, kwargs: Mapping[str, Any] | None = None
+) -> list[Result]:
+    return await box.make(calls, calls_left=calls_left, rollout_id="r.0", tools_kwargs=kwargs or {}, codec=Letters())
+
+
+def call(name: str, **arguments: Any) -> Call:
+    return Call(name=name, arguments=arguments)
+
+
+def test_the_schema_comes_from_type_hints_and_docstring() -> None:
+    def search(query: str, kind: Literal["web", "news"] = "web", sites: list[str] | None = None) -> str:
+        """Looks things up.
+
+        Args:
+            query: what to look for
+        """
+        return query + kind + str(sites)
+
+    tool = FunctionTool(search)
+    assert (tool.name, tool.description) == ("search", "Looks things up.")
+    schema = tool.parameters
+    assert schema["required"] == ["query"]
+    assert schema["properties"]["query"] == {"type": "string", "description": "what to look for"}
+    assert schema["properties"]["kind"]["enum"] == ["web", "news"]
+    assert schema["additionalProperties"] is False
+    assert set(FunctionTool(add).parameters["properties"]) == {"a", "b"}
+
+
+def test_a_function_that_cannot_be_told_to_a_model_is_refused() -> None:
+    def untyped(a) -> None:  # type: ignore[no-untyped-def]
+        del a
+
+    def star(*many: int) -> None:
+        return None
+
+    for function, words in ((untyped, "has no type hint"), (star, "expected ones that can be given by name")):
+        with pytest.raises(ToolError, match=words):
+            FunctionTool(function)
+
+
+async def test_results_come_in_the_order_of_the_calls() -> None:
+    async with context_of([add, data]) as box:
+        results = await make(box, call("add", a=1), call("data"), call("add", a=5, b=5), kwargs={"add": {"unit": "m"}})
+    assert [result.text for result in results] == [
+        "3 for r.0, {'unit': 'm'}",
+        '{"rows":[1,2]}',
+        "10 for r.0, {'unit': 'm'}",
+    ]
+    assert {result.outcome for result in results} == {Outcome.RETURNED}
+
+
+@pytest.mark.parametrize(
+    ("made", "words"),
+    [
+        (call("Add", a=1), "got the tool name 'Add', expected one of add, stumble"),
+        (call("add_numbers", a=1), "got the tool name 'add_numbers'"),
+        (call("add", a="one"), "the arguments of add['a'] do not fit: 'one' is not of type 'integer'"),
+        (call("add"), "'a' is a required property"),
+        (call("add", a=1, c=2), "'c' was unexpected"),
+        (call("add", a=1, context={}), "'context' was unexpected"),
+        (Malformed(why="got x, expected y"), "got x, expected y"),
+    ],
+)
+async def test_a_call_that_cannot_be_made_is_answered_with_words(made: Call | Malformed, words: str) -> None:
+    """B157, B158"""
+    async with context_of([add, stumble]) as box:
+        (result,) = await make(box, made)
+    assert result.outcome is Outcome.MALFORMED
+    assert words in result.text
+    assert box.parse_error_rate == 1.0
+
+
+async def test_what_a_tool_raises_is_shown_and_ends_nothing() -> None:
+    async with context_of([stumble, leave, add]) as box:
+        results = await make(box, call("stumble"), call("leave"), call("add", a=1))
+    assert [result.outcome for result in results] == [Outcome.RAISED, Outcome.RAISED, Outcome.RETURNED]
+    assert results[0].text == "Error: ValueError: no such row"
+
+
+@pytest.mark.parametrize("tool", [wait_for_ever, sleep_for_ever, ignore_cancellation, spin, block_the_loop])
+async def test_a_tool_that_hangs_is_left_at_the_deadline_and_others_go_on(tool: Callable[..., Any]) -> None:
+    """B161, B162"""
+    async with context_of([tool, add], timeout_s=0.3) as box:
+        began = time.monotonic()
+        ticks = 0
+
+        async def tick() -> None:
+            nonlocal ticks
+            while True:
+                await asyncio.sleep(0.01)
+                ticks += 1
+
+        ticking = asyncio.create_task(tick())
+        (hung,) = await make(box, call(tool.__name__))
+        assert time.monotonic() - began < 10
+        (fine,) = await make(box, call("add", a=1))
+        ticking.cancel()
+    assert (hung.outcome, hung.text) == (Outcome.TIMED_OUT, f"Error: {tool.__name__} gave no result within 0.3 s.")
+    assert fine.outcome is Outcome.RETURNED
+    assert ticks > 5
+
+
+async def test_caps_refuse_the_calls_beyond_them() -> None:
+    async with context_of([add], max_calls_per_turn=2) as box:
+        results = await make(box, *(call("add", a=1) for _ in range(4)))
+        left = await make(box, *(call("add", a=1) for _ in range(3)), calls_left=1)
+    assert [result.outcome for result in results] == [Outcome.RETURNED] * 2 + [Outcome.REFUSED] * 2
+    assert [result.outcome for result in left] == [Outcome.RETURNED] + [Outcome.REFUSED] * 2
+
+
+async def test_no_more_calls_run_at_once_than_allowed() -> None:
+    running = most = 0
+
+    async def count() -> None:
+        nonlocal running, most
+        running += 1
+        most = max(most, running)
+        await asyncio.sleep(0.02)
+        running -= 1
+
+    async with context_of([count], max_concurrent=3, max_calls_per_turn=20) as box:
+        await make(box, *(call("count") for _ in range(12)))
+    assert most == 3
+
+
+async def test_an_unavailable_tool_is_tried_again_and_then_fails_the_rollout() -> None:
+    """An infrastructure failure is neither an observation nor a reward."""
+    asked = 0
+
+    def flaky(times: int) -> str:
+        nonlocal asked
+        asked += 1
+        if asked <= times:
+            raise ToolUnavailable("backend down")
+        return "up"
+
+    async with context_of([flaky], retries=1) as box:
+        (result,) = await make(box, call("flaky", times=1))
+        assert result.text == "up"
+        asked = 0
+        with pytest.raises(ToolUnavailable, match="tool flaky was unavailable 2 times: backend down"):
+            await make(box, call("flaky", times=9))
+
+
+async def test_many_malformed_calls_raise_an_alarm_once(caplog: pytest.LogCaptureFixture) -> None:
+    """B158"""
+    import structlog
+
+    async with context_of([add], parse_error_alert=0.3) as box:
+        with structlog.testing.capture_logs() as logs:
+            for _ in range(60):
+                await make(box, Malformed(why="x"))
+    assert [entry["event"] for entry in logs].count("many tool calls are malformed") == 1
+
+
+@given(st.text(max_size=400), st.integers(1, 60))
+def test_an_output_is_cut_by_tokens_and_never_within_a_character(text: str, limit: int) -> None:
+    """B65: characters of four bytes, a token each byte."""
+
+    class Bytes(Letters):
+        def encode(self, text: str) -> list[int]:
+            return list(text.encode(errors="surrogatepass"))
+
+    shown = cut(text, limit, Bytes())
+    assert len(shown.encode()) <= limit
+    assert shown == text or text.startswith(shown.removesuffix("\n[cut]"))
+    assert (shown == text) == (len(text.encode()) <= limit)
+
+
+def test_sources_that_are_not_there_are_named() -> None:
+    for path, words in (
+        ("pythonn", "expected `python`, `sandbox`, `mcp:…` or `module:name`"),
+        ("no.such.module:x", "does not import"),
+        ("tests.agent_loop.test_toolbox:missing", "does not import"),
+        ("tests.agent_loop.test_toolbox:F", "does not import"),
+        ("tests.agent_loop.scripted:Letters", "got type at"),
+    ):
+        with pytest.raises(ToolError, match=words):
+            load_tools(path)
+    assert [tool.name for tool in load_tools("tests.agent_loop.test_toolbox:data")] == ["data"]
+
+
+async def test_two_tools_of_one_name_are_refused() -> None:
+    box = ToolBox(ToolSettings(sources=("python",)), [FunctionTool(add)])
+    await box.open()
+    with pytest.raises(ToolError, match="two tools with the name 'python'"):
+        await box.open()
+
+
+async def python(code: str, **changes: Any) -> Result:
+    async with context_of([], sources=("python",), **changes) as box:
+        (result,) = await make(box, call("python", code=code))
+    return result
+
+
+async def test_python_prints_what_it_prints() -> None:
+    assert (await python("print(6 * 7)")).text == "42\n"
+    assert "ZeroDivisionError" in (await python("1 / 0")).text
+
+
+async def test_python_that_hangs_or_forks_is_killed_with_its_children(tmp_path: Path) -> None:
+    """B161: a child that keeps the output open."""
+    sign = tmp_path / "alive"
+    code = (
+        "import os, time\n"
+        "if os.fork() == 0:\n"
+        f"    time.sleep(4); open({str(sign)!r}, 'w').write('x')\n"
+        "else:\n    print('parent', flush=True); time.sleep(60)\n"
+    )
+    result = await python(code, timeout_s=1.0)
+    assert result.text == "parent\n\nkilled after 1 s"
+    quick = await python("import os, time\nif os.fork() == 0:\n    time.sleep(4)\nelse:\n    print('done')", timeout_s=2.0)
+    assert quick.text.startswith("done")
+    await asyncio.sleep(0.1)
+    assert not sign.exists()
+
+
+async def test_python_has_limits_of_memory_and_output() -> None:
+    assert "MemoryError" in (await python("x = bytearray(1 << 30)", python_memory_bytes=256 << 20)).text
+    result = await python("print('x' * 10_000_000)", max_output_tokens=100)
+    assert result.text == "x" * 94 + "\n[cut]"
+
+
+async def sandbox(handler: Callable[[web.Request], Any], **changes: Any) -> Result:
+    app = web.Application()
+    app.router.add_post("/run_code", handler)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    host, port = runner.addresses[0][:2]
+    try:
+        async with context_of([], sources=("sandbox",), sandbox_url=f"http://{host}:{port}", **changes) as box:
+            (result,) = await make(box, call("python", code="print(1)"))
+            return result
+    finally:
+        await runner.cleanup()
+
+
+async def test_a_sandbox_runs_the_code() -> None:
+    async def run(request: web.Request) -> web.Response:
+        body = await request.json()
+        assert (body["code"], body["language"]) == ("print(1)", "python")
+        result = {"status": "Finished", "stdout": "1\n", "stderr": "", "return_code": 0}
+        return web.json_response({"status": "Success", "run_result": result})
+
+    assert (await sandbox(run)).text == "1\n"
+
+
+async def test_a_sandbox_that_is_down_fails_the_rollout() -> None:
+    async def down(request: web.Request) -> web.Response:
+        return web.Response(status=503, text="full")
+
+    with pytest.raises(ToolUnavailable, match="got status 503, expected 200: full"):
+        await sandbox(down, retries=1)
+
+
+SERVER = """
+import asyncio, sys, time
+from mcp.server import MCPServer
+server = MCPServer("test")
+
+@server.tool()
+def double(n: int) -> str:
+    "Twice as much."
+    return str(2 * n)
+
+@server.tool()
+async def hang() -> str:
+    await asyncio.sleep(600)
+    return ""
+
+@server.tool()
+def fail() -> str:
+    raise ValueError("no luck")
+
+server.run("stdio")
+"""
+
+
+async def test_the_tools_of_an_mcp_server_are_called(tmp_path: Path) -> None:
+    (tmp_path / "server.py").write_text(SERVER)
+    async with context_of([], sources=(f"mcp:{sys.executable} {tmp_path / 'server.py'}",), timeout_s=3.0) as box:
+        assert box.names == ["double", "fail", "hang"]
+        results = await make(box, call("double", n=21), call("fail"), call("hang"), call("double", n="x"))
+        again = await make(box, call("double", n=4))
+    assert results[0].text == "42"
+    assert results[1].outcome is Outcome.RAISED
+    assert results[2].outcome is Outcome.TIMED_OUT
+    assert results[3].outcome is Outcome.MALFORMED
+    assert again[0].text == "8"
+
+
+async def test_an_mcp_server_that_does_not_start_is_named() -> None:
+    box = ToolBox(ToolSettings(sources=(f"mcp:{sys.executable} -c pass",), start_timeout_s=10.0))
+    with pytest.raises(ToolError, match=r"MCP server .* cannot be used"):
+        await box.open()
+    await box.close()
