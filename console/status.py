@@ -15,7 +15,7 @@ from console.follow import attached
 from console.history import since
 from console.journals import Journals
 from console.run_dirs import LiveRun
-from console.words import awaited, duration, engine_text, evaluation_text, number, shares_text
+from console.words import awaited, duration, engine_text, evaluation_text, number, round_text, shares_text
 from sample_bus.ledger import Ledger, by_reason
 from sample_bus.messages import (
     Counts,
@@ -100,6 +100,8 @@ def _trainer_rows(state: State, now: float) -> list[tuple[str, str]]:
         ("trainer", f"{trainer.state}, incarnation {trainer.incarnation}"),
         ("progress", f"step {trainer.step} of {trainer.num_steps}, policy version {trainer.policy_version}"),
     ]
+    if trainer.round is not None:
+        rows.append(("weight round", round_text(trainer.round)))
     step = trainer.last_step
     if step is not None:
         rows.append(

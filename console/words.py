@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from console.picture import Picture, whole_percents
-from sample_bus.messages import EngineStatus, EvaluationResult, RollouterStatus, TimeShares, TrainerStatus
+from sample_bus.messages import EngineStatus, EvaluationResult, RollouterStatus, RoundSummary, TimeShares, TrainerStatus
 
 
 def duration(seconds: float) -> str:
@@ -57,6 +57,21 @@ def engine_text(engine: EngineStatus) -> str:
         parts.append(f"{engine.num_running} running")
     if engine.last_pause_ms is not None:
         parts.append(f"last pause {engine.last_pause_ms:.0f} ms")
+    return ", ".join(parts)
+
+
+def round_text(summary: RoundSummary) -> str:
+    """How far the newest transfer of weights is."""
+    num_engines = len(summary.committed) + len(summary.failed) + len(summary.awaited)
+    parts = [f"version {summary.policy_version} {summary.state.value}"]
+    if num_engines:
+        parts.append(f"on {len(summary.committed)} of {num_engines} engines")
+    if summary.committed:
+        stage_s, pause_ms = max(summary.stage_ms.values()) / 1e3, max(summary.pause_ms.values())
+        parts.append(f"after {summary.seconds:.2f} s (staged in {stage_s:.2f} s, longest pause {pause_ms:.0f} ms)")
+    if summary.version_spread:
+        parts.append(f"versions {summary.version_spread} apart")
+    parts += [f"{engine}: {why}" for engine, why in sorted(summary.failed.items())]
     return ", ".join(parts)
 
 

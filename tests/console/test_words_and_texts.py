@@ -21,6 +21,8 @@ from sample_bus.messages import (
     Recovery,
     RolloutCounts,
     RollouterState,
+    RoundState,
+    RoundSummary,
     TimeShares,
     TrainerState,
 )
@@ -200,6 +202,26 @@ async def test_the_status_tells_what_happens_beside_the_rule() -> None:
     ):
         assert expected in text, text
     assert state_as_json(state)["spool_bytes"] == 12345
+
+
+async def test_the_status_says_how_the_newest_round_stands() -> None:
+    hub = FakeControl()
+    newest = RoundSummary(
+        policy_version=7,
+        state=RoundState.PARTIALLY_COMMITTED,
+        committed=("engine-0",),
+        failed={"engine-1": "not staged in time"},
+        stage_ms={"engine-0": 120.0},
+        pause_ms={"engine-0": 35.0},
+        seconds=0.5,
+        version_spread=1,
+    )
+    await hub.publish("trainer", trainer().model_copy(update={"round": newest}))
+    text = state_as_text(State("ipc:///x", hub), now=1000.0)
+    assert (
+        "version 7 partially committed, on 1 of 2 engines, after 0.50 s (staged in 0.12 s, longest pause 35 ms), "
+        "versions 1 apart, engine-1: not staged in time" in text
+    ), text
 
 
 def test_the_summary_of_a_run_with_journals_takes_the_ledger_from_them(tmp_path: Path) -> None:
