@@ -70,6 +70,16 @@ def metrics_row(samples: Sequence[Sample], summary: StepSummary, report: StepRep
         "admitted_revision_min": int(revisions.min()),
         "admitted_revision_max": int(revisions.max()),
         "staleness_max_of_newest_revision": int(staleness[revisions == revisions.max()].max()),
+        **reward_parts(samples),
+    }
+
+
+def reward_parts(samples: Sequence[Sample]) -> dict[str, float]:
+    """`reward/NAME`: the mean of each part of the reward, over the samples that have it."""
+    names = sorted({name for sample in samples for name in sample.reward_parts})
+    return {
+        f"reward/{name}": float(np.mean([sample.reward_parts[name] for sample in samples if name in sample.reward_parts]))
+        for name in names
     }
 
 

@@ -133,7 +133,7 @@ class RewardProcess:
                 await self._end(life)
             raise RewardTimeout(
                 f"reward {self._specs[function].path} took longer than reward.timeout_s={self._settings.timeout_s:g} for "
-                f"{len(replies)} replies (the first of {len(replies[0].solution_str)} characters, data source "
+                f"{len(replies)} replies of {sum(len(one.solution_str) for one in replies)} characters (data source "
                 f"{replies[0].data_source})"
             ) from None
         finally:

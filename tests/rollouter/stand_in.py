@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-from agent_loop.rewards import load_reward
+from agent_loop.rewards import Scoring, load_reward
 from agent_loop.single_turn import SingleTurn
 from configs.live import LiveSettings
 from configs.schema import Settings
@@ -325,11 +325,12 @@ async def running_rollouter(
     engine: FakeEngine,
     *,
     loop: Any = None,
-    reward: str = "agent_loop.rewards:exact_match",
+    reward: str | Scoring = "agent_loop.rewards:exact_match",
     rows: list[Row] | None = None,
 ) -> AsyncIterator[Running]:
     """A rollouter daemon, stopped at the end if it still runs."""
-    user = UserCode(rows=load_rows("addition") if rows is None else rows, loop=loop or SingleTurn(), reward=load_reward(reward))
+    scoring = load_reward(reward) if isinstance(reward, str) else reward
+    user = UserCode(rows=load_rows("addition") if rows is None else rows, loop=loop or SingleTurn(), reward=scoring)
     running = Running(settings, engine, user)
     try:
         yield running

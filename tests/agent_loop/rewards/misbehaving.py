@@ -119,3 +119,20 @@ def not_a_number(data_source: str, solution_str: str, ground_truth: Any, extra_i
 
 
 not_a_number.self_test = (("right", "right"),)  # type: ignore[attr-defined]
+
+
+def by_truth(data_source: str, solution_str: str, ground_truth: Any, extra_info: Any = None) -> Any:
+    """Does what the ground truth says; 0.0 for anything else: the reply is wrong."""
+    return 0.0 if by_word(data_source, str(ground_truth), "", extra_info) is not None else None
+
+
+_CALLS: list[int] = []
+
+
+def one_in_a_hundred(data_source: str, solution_str: str, ground_truth: Any, extra_info: Any = None) -> float:
+    """Fails each hundredth time, in one way after the other."""
+    _CALLS.append(0)
+    if len(_CALLS) % 100 == 0:
+        by_word(data_source, ("raise", "sleep", "none-at-all", "exit")[len(_CALLS) // 100 % 4], "")
+        raise ValueError("this one fails")
+    return 1.0
