@@ -31,9 +31,6 @@ log = structlog.get_logger()
 _CHECKSUMS_KEPT = 4
 """Versions; an engine holds the newest one, or in a round or after a failed one an older one."""
 
-_LOOK_AGAIN_S = 1.0
-"""While no engine lives yet, and so nobody can be late."""
-
 
 class Publisher:
     """Owns the weight server and topic `round`. A context manager; all methods belong to the event loop."""
@@ -63,6 +60,7 @@ class Publisher:
         self._on_version = on_version
         self._on_round = on_round
         self._rounds = Rounds(announce_timeout_s=settings.announce_timeout_s, round_timeout_s=settings.round_timeout_s)
+        self._seen_alive: frozenset[str] = frozenset()
         self._said: RoundSummary | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._round: WeightRound | None = None
@@ -135,6 +133,12 @@ class Publisher:
         while len(self._checksums) > _CHECKSUMS_KEPT:
             del self._checksums[next(iter(self._checksums))]
 
+    async def follow_engines(self) -> None:
+        """Let rounds know which engines live. Never returns."""
+        async for _ in self._control.watch("rollouter", RollouterStatus):
+            if self._alive() != self._seen_alive:
+                self._follow()
+
     async def wait_committed(self, policy_version: int, *, timeout_s: float) -> None:
         """Until some engine serves `policy_version`. Raises WeightSyncError at the deadline."""
         try:
@@ -189,8 +193,8 @@ class Publisher:
     def _follow(self) -> None:
         """Look at the newest round, say what has changed, and look again at its deadline."""
         now = self._loop.time()
-        rollouter = self._control.get("rollouter", RollouterStatus)
-        self._rounds.expect((engine.name for engine in rollouter.engines if engine.is_alive) if rollouter else (), now)
+        self._seen_alive = self._alive()
+        self._rounds.expect(self._seen_alive, now)
         summary = self._rounds.summary(now)
         if summary is not None and summary != self._said:
             before, self._said = self._said, summary
@@ -202,9 +206,11 @@ class Publisher:
             self._timer = None
         due_at = self._rounds.due_at()
         if due_at is not None:
-            self._timer = self._loop.call_at(max(due_at, now + _LOOK_AGAIN_S), self._follow)
-        elif summary is not None and summary.state is RoundState.ANNOUNCED:
-            self._timer = self._loop.call_later(_LOOK_AGAIN_S, self._follow)
+            self._timer = self._loop.call_at(max(due_at, now), self._follow)
+
+    def _alive(self) -> frozenset[str]:
+        rollouter = self._control.get("rollouter", RollouterStatus)
+        return frozenset(engine.name for engine in rollouter.engines if engine.is_alive) if rollouter else frozenset()
 
     def _log_state(self, summary: RoundSummary) -> None:
         bad = summary.state in (RoundState.ABORTED, RoundState.PARTIALLY_COMMITTED)

@@ -159,7 +159,7 @@ async def train(around: Surroundings) -> None:
                 saved_step=step if own else None,
                 drain=around.drain,
             )
-            await _run(training, around, evaluations if settings.evaluation.at_start else None)
+            await _run(training, publisher, around, evaluations if settings.evaluation.at_start else None)
     finally:
         await asyncio.to_thread(tracker.close)
 
@@ -170,14 +170,15 @@ def _say_round(board: StatusBoard, tracker: Tracker, summary: RoundSummary) -> N
         tracker.write("round", summary.policy_version, row_of(summary))
 
 
-async def _run(training: TrainingLoop, around: Surroundings, evaluations: Evaluations | None) -> None:
+async def _run(training: TrainingLoop, publisher: Publisher, around: Surroundings, evaluations: Evaluations | None) -> None:
     if evaluations is not None:
         await evaluations.ask(training.policy_version)
     await training.publish()
     intake = around.intake
     try:
         async with asyncio.TaskGroup() as tasks:
-            side = [tasks.create_task(work) for work in (intake.run(), intake.follow_losses(), around.commits.run())]
+            works = (intake.run(), intake.follow_losses(), around.commits.run(), publisher.follow_engines())
+            side = [tasks.create_task(work) for work in works]
             await training.run()
             for task in side:
                 task.cancel()

@@ -194,6 +194,35 @@ def test_an_end_never_becomes_worse(events: list[tuple[str, str, int]]) -> None:
             assert best == -1
 
 
+async def test_an_engine_that_is_gone_is_not_waited_for(tmp_path: Path) -> None:
+    """B26: the rollouter says that it died, and the round is what the others made of it."""
+    control, said = FakeControl(), asyncio.Queue[RoundSummary]()
+    both = tuple(EngineStatus(name=name, state="serving", policy_version=0) for name in ENGINES)
+    await control.publish("rollouter", RollouterStatus(state=RollouterState.GENERATING, engines=both))
+    publisher = Publisher(
+        control,
+        WeightSyncSettings(),
+        incarnation="first",
+        socket_dir=tmp_path,
+        dtype=torch.float32,
+        loop=asyncio.get_running_loop(),
+        on_round=said.put_nowait,
+    )
+    with publisher, ThreadPoolExecutor(1) as executor:
+        async with asyncio.timeout(60):
+            await publisher.announce([("a", torch.ones(3))], policy_version=1, executor=executor)
+            announced = control.get("round", WeightRound)
+            assert announced is not None
+            own = {"manifest_digest": announced.manifest_digest}
+            await control.request("round.result", result("engine-0").model_copy(update=own), Accepted)
+            one = (both[0], both[1].model_copy(update={"is_alive": False}))
+            await control.publish("rollouter", RollouterStatus(state=RollouterState.GENERATING, engines=one))
+            await publisher.follow_engines()
+            while (summary := await said.get()).state is not RoundState.COMMITTED:
+                pass
+            assert summary.committed == ("engine-0",)
+
+
 async def test_the_deadline_passes_without_anybody_saying_anything(tmp_path: Path) -> None:
     """B02: engines that never answer do not hold the trainer, which says how the round ended."""
     control, said = FakeControl(), asyncio.Queue[RoundSummary]()
