@@ -206,3 +206,55 @@ def test_the_kv_caches_of_versions_and_trainers_are_kept_apart(tmp_path: Path) -
     salts = {held.cache_salt for held in (V1, V2, Held(incarnation="b", policy_version=1))}
     assert len(salts) == 3
     assert Held(incarnation="a", policy_version=1).cache_salt == V1.cache_salt
+
+
+switches = st.lists(
+    st.tuples(st.sampled_from(["ask", "ask", "give", "switch", "announce", "die"]), st.integers(0, 5)), max_size=80
+)
+
+
+@given(switches)
+def test_no_session_ever_goes_back_to_an_older_version(plan: list[tuple[str, int]]) -> None:
+    """Rolling rounds in any order with requests, ends and deaths: a round begins when the one before has ended."""
+
+    async def play() -> None:
+        members = [member(f"engine-{index}", seats=index + 1) for index in range(3)]
+        seats = seats_of(*members)
+        seen: dict[str, int] = {}
+        taken: list[tuple[str, Member]] = []
+        asking: dict[str, asyncio.Task[Member]] = {}
+        newest = V1
+        for action, number in plan:
+            which = members[number % 3]
+            match action:
+                case "ask":
+                    session = "abcdef"[number]
+                    if session not in asking and all(session != name for name, _ in taken):
+                        asking[session] = asyncio.create_task(seats.take(session))
+                case "give" if taken:
+                    session, at = taken.pop(number % len(taken))
+                    seen[session] = max(seen.get(session, 0), at.held.policy_version if at.held else 0)
+                    seats.give_back(at)
+                case "switch" if which.held != newest:
+                    seats.held = which.held = newest
+                    which.state = EngineState.SERVING
+                    seats.refresh()
+                case "announce" if seats.held == newest:
+                    newest = Held(incarnation="a", policy_version=newest.policy_version + 1)
+                    seats.also = seats.held
+                    seats.refresh()
+                case "die":
+                    which.lose()
+                    seats.refresh()
+            await asyncio.sleep(0)
+            await asyncio.sleep(0)
+            for session in [session for session, task in asking.items() if task.done()]:
+                at = asking.pop(session).result()
+                assert at.held is not None
+                assert at.held.policy_version >= seen.get(session, 0)
+                assert newest.policy_version - at.held.policy_version <= 1
+                taken.append((session, at))
+        for task in asking.values():
+            task.cancel()
+
+    asyncio.run(play())
