@@ -20,6 +20,7 @@ from agent_loop.engine import NO_VERSION, Generation, SamplingParams
 from agent_loop.errors import BadGeneration, EngineError, EngineUnavailable
 from agent_loop.session import session_of
 from agent_loop.vllm_client import VllmClient, logprobs_follow_temperature
+from configs.bus_address import is_loopback
 from configs.cpu import core_shares
 from configs.gpu import gpu_shares, visible_gpus
 from configs.schema import EngineSettings, Settings, WeightSyncSettings
@@ -81,6 +82,7 @@ class EnginePool:
         self._cache = cache
         self._ray: RayDriver | None = None
         self._members = self._make_members(socket_dir, log_dir)
+        self._look_after_other_hosts()
         self._seats = Seats(self._members)
         self._open_turns = OpenTurns(self._seats.give_back)
         self._limits = None if live is None else EngineLimits(self._members, self._seats, live, on_change=self._touch)
@@ -112,6 +114,22 @@ class EnginePool:
                 server = VllmServer(name, settings, socket=socket, log_file=log_file, share=share)
             members.append(Member(name, self._client(server.address), server=server, max_requests=settings.max_num_seqs))
         return members
+
+    def _look_after_other_hosts(self) -> None:
+        """Engines that are not on this host get weights by tcp, from the cache or from the trainer."""
+        remote = [member.name for member in self._members if not member.is_local]
+        if not remote:
+            return
+        listens = not is_loopback(self._weight_sync.listen_host)
+        if self._cache is not None and listens:
+            self._cache.serves_others = True
+        elif self._weight_sync.transport in ("shared_memory", "file"):
+            log.warning(
+                "engines of other hosts cannot be reached by this transport unless they share the run's directories",
+                engines=remote,
+                transport=self._weight_sync.transport,
+                expected="weight_sync.transport=tcp, or weight_sync.listen_host beyond loopback with weight_sync.host_cache",
+            )
 
     def _client(self, address: str) -> VllmClient:
         return VllmClient(
@@ -340,9 +358,10 @@ class EnginePool:
         self, member: Member, announced: WeightRound, wait_staged: WaitStaged, *, turn: asyncio.Lock | None = None
     ) -> RoundResult:
         async def open_source(announced: WeightRound) -> Source:
-            if self._cache is not None and member.is_local:
+            if self._cache is not None and (member.is_local or self._cache.serves_others):
                 try:
-                    return Source(address=await self._cache.hold(announced), wait_staged=self._cache.wait_staged)
+                    address = await self._cache.hold(announced, is_local=member.is_local)
+                    return Source(address=address, wait_staged=self._cache.wait_staged)
                 except WeightCacheLost as error:
                     log.warning("an engine stages from the trainer", engine=member.name, why=str(error))
             return Source(address=announced.address, wait_staged=wait_staged)

@@ -150,6 +150,7 @@ async def _stage(member: Member, announced: WeightRound, open_source: OpenSource
                 engine=member.name,
                 nonce=nonce,
                 timeout_s=deadline_s,
+                verify=settings.verify,
             )
             await source.wait_staged(announced, member.name, nonce)
     except TimeoutError as error:

@@ -45,7 +45,9 @@ class WeightCache:
         self._log_file = log_file
         self._process: asyncio.subprocess.Process | None = None
         self._dtype = ""
-        self._opening: asyncio.Future[str] | None = None
+        self.serves_others = False
+        """Whether engines of other hosts stage from it too; set before `run`."""
+        self._opening: asyncio.Future[Ready] | None = None
         """Where the process that runs now serves, once it says so; an error after it ended."""
         self._newest: WeightRound | None = None
         self._stagings: OrderedDict[Held, tuple[str, asyncio.Future[None]]] = OrderedDict()
@@ -121,7 +123,13 @@ class WeightCache:
         process = self._process
         assert process is not None
         assert process.stdout is not None
-        self._send(Open(socket_dir=str(self._socket_dir), dtype=self._dtype, settings=self._settings))
+        opening = Open(
+            socket_dir=str(self._socket_dir),
+            dtype=self._dtype,
+            settings=self._settings,
+            serves_others=self.serves_others,
+        )
+        self._send(opening)
         try:
             while line := await process.stdout.readline():
                 self._take(decode_event(line))
@@ -141,21 +149,23 @@ class WeightCache:
         self._takings.clear()
         _settle(lost, WeightCacheLost(why))
 
-    def _address(self) -> asyncio.Future[str]:
+    def _address(self) -> asyncio.Future[Ready]:
         if self._opening is None:
             self._opening = asyncio.get_running_loop().create_future()
         return self._opening
 
     # ── what it is asked ─────────────────────────────────────────────────────────────────────────────────────────────
 
-    async def hold(self, announced: WeightRound) -> str:
-        """Returns, once the cache holds the version, where engines stage it from. Raises WeightCacheLost with the reason if it
-        does not; the caller sets the deadline."""
+    async def hold(self, announced: WeightRound, *, is_local: bool = True) -> str:
+        """Returns, once the cache holds the version, where engines of this host, or of others, stage it from.
+
+        Raises WeightCacheLost with the reason if it does not; the caller sets the deadline.
+        """
         if self._newest is None or self._newest.announced_at <= announced.announced_at:
             self._newest = announced
-        address = await asyncio.shield(self._address())
+        ready = await asyncio.shield(self._address())
         await asyncio.shield(self._staging_of(announced))
-        return address
+        return ready.address if is_local else ready.tcp_address
 
     def _staging_of(self, announced: WeightRound) -> asyncio.Future[None]:
         wanted = Held.of(announced)
@@ -202,7 +212,7 @@ class WeightCache:
                 opening = self._address()
                 if opening.done():  # of the process before
                     opening = self._opening = asyncio.get_running_loop().create_future()
-                opening.set_result(event.address)
+                opening.set_result(event)
                 if self._newest is not None:
                     self._staging_of(self._newest)
             case Staged():

@@ -37,20 +37,28 @@ class HostCache:
     """
 
     def __init__(
-        self, settings: WeightSyncSettings, *, socket_dir: Path, dtype: torch.dtype, on_event: Callable[[Event], None]
+        self,
+        settings: WeightSyncSettings,
+        *,
+        socket_dir: Path,
+        dtype: torch.dtype,
+        on_event: Callable[[Event], None],
+        serves_others: bool = False,
     ) -> None:
+        """`serves_others`: listen at `weight_sync.listen_host` too, at any free port, for engines of other hosts."""
         self._settings = settings
         self._on_event = on_event
         self._lock = threading.Lock()
         self._commands: dict[str, tuple[Stage, float]] = {}
         self._area = StagingArea(check_manifest=lambda manifest: None, lendable=True, on_end=self._take_end)
+        self._serves_others = serves_others
         self._server = WeightServer(
-            settings,
+            settings.model_copy(update={"listen_port": 0}),
             socket_dir=socket_dir,
             dtype=dtype,
             on_staged=self._tell_taken,
             on_failed=self._tell_not_taken,
-            transports=[TransportName.SHARED_MEMORY],
+            transports=[TransportName.SHARED_MEMORY, *([TransportName.TCP] if serves_others else [])],
         )
 
     def __enter__(self) -> Self:
@@ -69,6 +77,11 @@ class HostCache:
     @property
     def address(self) -> str:
         return self._server.address
+
+    @property
+    def tcp_address(self) -> str:
+        """For engines of other hosts; empty: they are not served."""
+        return self._server.address_of(TransportName.TCP) if self._serves_others else ""
 
     @property
     def versions(self) -> tuple[int, ...]:

@@ -28,6 +28,8 @@ class Open(_Line):
     """Private to this user; the cache's socket stands in it."""
     dtype: str
     """In which floating weights travel; `float32` or `bfloat16`."""
+    serves_others: bool = False
+    """Listen for engines of other hosts too, by tcp."""
     settings: WeightSyncSettings
 
 
@@ -50,6 +52,8 @@ class Ready(_Line):
     kind: Literal["ready"] = "ready"
     address: str
     """Where engines of this host stage from."""
+    tcp_address: str = ""
+    """Where those of other hosts do; empty: it does not serve them."""
 
 
 class Staged(_Line):

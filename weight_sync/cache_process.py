@@ -52,10 +52,14 @@ def serve(commands: BinaryIO, output: Output) -> None:
         raise ProtocolError(f"got {opening}, expected Open with a dtype of {sorted(_DTYPES)}")
     torch.set_num_threads(1)
     cache = HostCache(
-        opening.settings, socket_dir=Path(opening.socket_dir), dtype=_DTYPES[opening.dtype], on_event=output.write
+        opening.settings,
+        socket_dir=Path(opening.socket_dir),
+        dtype=_DTYPES[opening.dtype],
+        on_event=output.write,
+        serves_others=opening.serves_others,
     )
     with cache:
-        output.write(Ready(address=cache.address))
+        output.write(Ready(address=cache.address, tcp_address=cache.tcp_address))
         for line in commands:
             command = decode_command(line)
             if not isinstance(command, Stage):

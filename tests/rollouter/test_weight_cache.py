@@ -204,3 +204,33 @@ async def test_engines_stage_from_the_trainer_where_the_cache_cannot(tmp_path: P
             (blocked / "weights").rmdir()
     finally:
         assert cache.pid is None
+
+
+async def test_engines_of_other_hosts_stage_over_tcp_from_the_cache(tmp_path: Path) -> None:
+    settings = WeightSyncSettings(bucket_bytes=1 << 16, listen_host="0.0.0.0")
+    cache = WeightCache(settings, socket_dir=tmp_path / "cache", log_file=tmp_path / "cache.log")
+    pool = EnginePool(
+        EngineSettings(urls=("http://127.0.0.1:1", "http://192.0.2.7:8000")),
+        settings,
+        socket_dir=tmp_path,
+        log_dir=tmp_path,
+        partial_rollout=lambda: "keep",
+        cache=cache,
+    )
+    assert [member.is_local for member in pool._members] == [True, False]
+    assert cache.serves_others
+    trainer = Trainer(tmp_path / "t")
+    running = asyncio.create_task(cache.run("float32"))
+    try:
+        async with asyncio.timeout(WAIT_S):
+            with trainer.server:
+                announced = trainer.publish(1)
+                here, elsewhere = await cache.hold(announced), await cache.hold(announced, is_local=False)
+            assert here.startswith("shared_memory:")
+            assert elsewhere.startswith("tcp://")
+            await asyncio.to_thread(take, elsewhere, 1, "far")
+            await cache.wait_staged(announced, "engine-1", "far")
+    finally:
+        running.cancel()
+        await asyncio.wait((running,))
+        await pool.close()

@@ -90,6 +90,35 @@ def test_engines_stage_from_the_cache_after_the_trainer_has_gone(tmp_path: Path)
     assert list((tmp_path / "c").iterdir()) == []
 
 
+def test_engines_of_other_hosts_get_what_this_host_holds(tmp_path: Path) -> None:
+    """By tcp, from memory that the trainer lent to this host."""
+    events: queue.Queue[Event] = queue.Queue()
+    (tmp_path / "c").mkdir()
+    cache = HostCache(SETTINGS, socket_dir=tmp_path / "c", dtype=torch.float32, on_event=events.put, serves_others=True)
+    with cache:
+        with trainer(tmp_path / "t") as server:
+            cache.stage(wanted(server, publish(server, 1)))
+            assert isinstance(events.get(timeout=WAIT_S), Staged)
+        assert cache.tcp_address.startswith("tcp://127.0.0.1:")
+        assert_serves(cache.tcp_address, 1)
+        assert isinstance(events.get(timeout=WAIT_S), Taken)
+
+
+def test_a_host_stages_from_the_cache_of_another_one(tmp_path: Path) -> None:
+    """Late hosts need no trainer either."""
+    events: queue.Queue[Event] = queue.Queue()
+    (tmp_path / "first").mkdir()
+    first = HostCache(SETTINGS, socket_dir=tmp_path / "first", dtype=torch.float32, on_event=events.put, serves_others=True)
+    with first, host(tmp_path / "second") as (second, second_events):
+        with trainer(tmp_path / "t") as server:
+            command = wanted(server, publish(server, 1))
+            first.stage(command)
+            assert isinstance(events.get(timeout=WAIT_S), Staged)
+        second.stage(command.model_copy(update={"address": first.tcp_address}))
+        assert isinstance(second_events.get(timeout=WAIT_S), Staged)
+        assert_serves(second.address, 1)
+
+
 def _files(segments: Sequence[Segment]) -> set[int]:
     return {os.fstat(segment.fd).st_ino for segment in segments if segment.fd is not None}
 
