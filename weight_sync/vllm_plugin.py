@@ -160,7 +160,7 @@ class HeadraceWeightEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # type:
         staged = self.staging.get(update_info.policy_version, update_info.manifest_digest)
         try:
             self._load(staged.tensors)
-            if update_info.verify:
+            if update_info.verify and self._adapters is None:  # adapters were read back when they were loaded
                 self._verify(staged)
         except Exception as error:
             self._put_back(error)
