@@ -33,6 +33,7 @@ from weight_sync.naming import load_name_map, renamed
 from weight_sync.snapshot import Snapshot, take_snapshot
 from weight_sync.staging import StagedWeights
 from weight_sync.stream import SendReport, send_weights
+from weight_sync.tcp_address import without_secrets
 from weight_sync.transport import Incoming, Listener, StageRequest, Terms, TransportName, disagreement
 
 log = structlog.get_logger()
@@ -167,7 +168,7 @@ class WeightServer:
         except BaseException:
             self.close()
             raise
-        log.info("weight server listens", addresses=[listener.address for listener in self._started])
+        log.info("weight server listens", addresses=[without_secrets(listener.address) for listener in self._started])
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
@@ -184,7 +185,7 @@ class WeightServer:
             each.memory.release()
         self._pool.close()
         if started:
-            log.info("weight server closed", addresses=[listener.address for listener in started])
+            log.info("weight server closed", addresses=[without_secrets(listener.address) for listener in started])
 
     # ── publishing ───────────────────────────────────────────────────────────────────────────────────────────────────
 
