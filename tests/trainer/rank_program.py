@@ -1,7 +1,8 @@
 """One of four gloo ranks: trains as four, then, in its first two, as two, and writes what it found.
 
 Arguments: rank, directory of the models, directory of the results. Rank 0 writes `N_KIND.safetensors` (gradients), `N.json`
-(sums) and `export_KIND.safetensors`; each rank writes what a resumed run differs in, as `resume_RANK.json`.
+(sums), `export_KIND.safetensors` and `merged_N.safetensors` (weights with trained adapters); each rank writes what a resumed run
+differs in, as `resume_RANK.json`.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from trainer.update import UpdateOptions, train_step
 
 TIMEOUT = timedelta(seconds=120)
 SETTINGS = TrainerSettings(max_tokens_per_microbatch=24)
+ADAPTED = TrainerSettings(max_tokens_per_microbatch=24, lora_rank=4)
 LOSS = LossOptions()
 OPTIONS = UpdateOptions(learning_rate=1e-3, warmup_steps=2, loss=LOSS)
 
@@ -82,6 +84,29 @@ def compare_resumed(rank: int, models: Path, results: Path) -> None:
     )
 
 
+def trained_adapters(model: Path, *, steps: int = 3) -> FsdpPolicy:
+    """A policy whose adapters have taken some steps."""
+    policy = FsdpPolicy(model, ADAPTED, dtype=torch.float32)
+    for step in range(steps):
+        train_step(policy, *batch(step), OPTIONS)
+    return policy
+
+
+def compare_adapters(rank: int, num_ranks: int, models: Path, results: Path) -> None:
+    """Merged weights after some steps, and whether saved adapters come back."""
+    policy = trained_adapters(models / TinyModel.TIED)
+    merged = {name: tensor.contiguous() for name, tensor in policy.export_weights()}
+    saved = results / f"adapters_{num_ranks}"
+    saved.mkdir(exist_ok=True)
+    policy.save(saved)
+    again = FsdpPolicy(models / TinyModel.TIED, ADAPTED, dtype=torch.float32, seed=5)
+    again.load(saved)
+    for name, tensor in again.export_weights():
+        assert torch.equal(tensor, merged[name]), name
+    if rank == 0:
+        save_file(merged, results / f"merged_{num_ranks}.safetensors")
+
+
 def main() -> None:
     rank, models, results = int(sys.argv[1]), Path(sys.argv[2]), Path(sys.argv[3])
     torch.set_num_threads(1)
@@ -91,6 +116,7 @@ def main() -> None:
         store = dist.FileStore(str(results / f"store_{num_ranks}"), num_ranks)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks, timeout=TIMEOUT)
         compare_gradients(rank, num_ranks, models, results)
+        compare_adapters(rank, num_ranks, models, results)
         if num_ranks == 2:
             compare_resumed(rank, models, results)
         dist.destroy_process_group()

@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.fakes.tiny_models import TinyModel, checkpoint_tensors, make_tiny_model
-from tests.trainer.rank_program import LOSS, OPTIONS, SETTINGS, batch
+from tests.trainer.rank_program import LOSS, OPTIONS, SETTINGS, batch, trained_adapters
 from trainer.fsdp import FsdpPolicy
 from trainer.update import train_step
 
@@ -101,3 +101,16 @@ def test_a_resumed_run_has_the_same_bits_on_every_rank(ran: tuple[Path, Path], r
     """B97"""
     facts = json.loads((ran[1] / f"resume_{rank}.json").read_text())
     assert facts == {"differing": [], "moved": True, "steps": 10}
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_adapters_trained_by_several_ranks_are_merged_and_saved_as_by_one(ran: tuple[Path, Path], num_ranks: int) -> None:
+    """B73, B141: shards of base and adapters are gathered before they are added."""
+    models, results = ran
+    expected = dict(trained_adapters(models / TinyModel.TIED).export_weights())
+    got = load_file(results / f"merged_{num_ranks}.safetensors")
+    initial = checkpoint_tensors(models / TinyModel.TIED)
+    assert got.keys() == expected.keys()
+    assert any(not torch.equal(tensor, initial[name]) for name, tensor in got.items())
+    for name, tensor in got.items():
+        torch.testing.assert_close(tensor, expected[name], atol=1e-5, rtol=1e-4)
