@@ -312,7 +312,8 @@ class EnginePool:
         announced, wait_staged = self._newest
         if member.held == Held.of(announced):
             return True
-        result = await self._bring(member, announced, wait_staged)
+        turn = self._turn if self._switch() == "rolling" else None
+        result = await self._bring(member, announced, wait_staged, turn=turn)
         self._on_round_result(result)
         return result.committed
 

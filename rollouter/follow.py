@@ -1,7 +1,8 @@
 """Following policy versions: each announced round is brought to the engines, and the trainer hears how it ended.
 
-Invariant: a version counts as held only after an engine confirmed it; a failed round leaves the older one in force until the
-engines have caught up by themselves, within a deadline. Only the newest round matters: those in between are skipped.
+Invariant: a version counts as held only after an engine confirmed it and no engine serves the one before any more; a failed
+round leaves the older one in force until the engines have caught up by themselves, within a deadline. Only the newest round
+matters: those in between are skipped.
 """
 
 from __future__ import annotations
@@ -74,8 +75,9 @@ class Follower:
         self._unreported.put_nowait(result)
         announced = self._announced
         if result.committed and announced is not None and announced.policy_version == result.policy_version:
-            self._hold(_version_of(announced))
             self._caught_up.set()
+            if not self.is_syncing:  # else others may still serve the version before
+                self._hold(_version_of(announced))
 
     async def report_catch_ups(self) -> None:
         """Tell the trainer of them. Never returns."""
@@ -97,7 +99,7 @@ class Follower:
         self._announced = announced
         self._caught_up.clear()
         results = await self._sync(announced)
-        committed = any(result.committed for result in results)
+        committed = any(result.committed for result in results) or self._caught_up.is_set()
         if committed:
             self._hold(_version_of(announced))
         for result in results:

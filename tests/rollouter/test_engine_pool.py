@@ -688,3 +688,26 @@ async def test_an_engine_that_misses_its_turn_does_not_keep_the_others_from_thei
         await eventually(lambda: any(result.committed for result in s.caught_up))
         assert [status.policy_version for status in s.pool.statuses()] == [1, 1]
         assert max(result.attempt for result in s.caught_up) >= 2
+
+
+async def test_an_engine_that_tries_again_waits_for_its_turn_too(tmp_path: Path) -> None:
+    """Rolling: a failed engine that catches up while others switch does not stop a second one at the same time."""
+    async with opened(tmp_path, num_engines=3, weight_sync=WeightSyncSettings(switch="rolling")) as s:
+        await s.sync(0)
+        updating: list[int] = []
+        s.on_change = lambda: updating.append(s.states().count("updating"))
+        for version in range(1, 4):
+            s.servers[0].fail("/update_weights", "500")
+            results = await s.sync(version)
+            assert [result.committed for result in results] == [False, True, True]
+            assert results[0].phase is RoundPhase.COMMIT
+            await eventually(lambda: {status.policy_version for status in s.pool.statuses()} == {s.pool.policy_version})
+        assert max(updating) == 1
+
+
+def test_the_daemons_pool_takes_the_switch_from_the_settings_in_force(tmp_path: Path) -> None:
+    start = Settings(run_dir=tmp_path, engine=EngineSettings(urls=("http://127.0.0.1:1",)))
+    changed = start.model_copy(update={"weight_sync": WeightSyncSettings(switch="rolling")})
+    pool = open_pool(start, live=lambda: changed, on_change=lambda: None, on_round_result=lambda result: None)
+    assert isinstance(pool, EnginePool)
+    assert pool._switch() == "rolling"
