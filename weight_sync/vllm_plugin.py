@@ -289,8 +289,8 @@ class WorkerExtension:
     def headrace_verify(self) -> dict[str, object]:
         """Read back the weights that the model computes with and compare them with those it was loaded with.
 
-        Takes a forward pass or more (it multiplies every layer by an identity matrix). A worker that holds a shard compares
-        nothing but adapters.
+        Takes a forward pass or more (it multiplies every layer by an identity matrix). A worker that holds a shard reads
+        nothing back.
         """
         weight_engine = _weight_engine(self)
         loaded = weight_engine.staging.loaded
