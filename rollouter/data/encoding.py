@@ -23,6 +23,8 @@ from rollouter.errors import DataError
 class PromptCodec(Protocol):
     def encode_prompt(self, prompt: str | tuple[Message, ...]) -> tuple[str, npt.NDArray[np.int32]]: ...
 
+    def encode(self, text: str) -> list[int]: ...
+
     def decode(self, token_ids: Sequence[int]) -> str: ...
 
 
@@ -59,16 +61,17 @@ class Limits:
             return Refusal.OVERLONG
         return None
 
-    def cut(self, ids: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
-        """The ids that are kept. Raises DataError where too long is an error."""
-        if ids.size <= self.max_prompt_tokens:
-            return ids
-        if self.on_overlong is OnOverlong.ERROR:
+    def check(self, length: int) -> None:
+        """Raises DataError for a prompt that is too long where that is an error."""
+        if self.on_overlong is OnOverlong.ERROR and length > self.max_prompt_tokens:
             raise DataError(
-                f"prompt: got {ids.size} tokens, expected at most {self.max_prompt_tokens} (data.max_prompt_tokens, and "
+                f"prompt: got {length} tokens, expected at most {self.max_prompt_tokens} (data.max_prompt_tokens, and "
                 "engine.max_model_len less sampling.max_tokens); data.on_overlong=drop would leave it out"
             )
-        return ids[-self.max_prompt_tokens :] if self.on_overlong is OnOverlong.LEFT else ids[: self.max_prompt_tokens]
+
+    def keep(self, ids: Sequence[int], count: int) -> Sequence[int]:
+        """`count` of the ids, from the end that is kept."""
+        return ids[len(ids) - count :] if self.on_overlong is OnOverlong.LEFT else ids[:count]
 
 
 def task_of(row: Row, codec: PromptCodec, limits: Limits, *, task_id: str | None = None) -> Task | Refusal:
@@ -80,20 +83,52 @@ def task_of(row: Row, codec: PromptCodec, limits: Limits, *, task_id: str | None
     refusal = limits.refusal_of(ids.size)
     if refusal is not None:
         return refusal
-    kept = limits.cut(ids)
-    if kept is not ids:
-        text = codec.decode(kept.tolist())
+    limits.check(ids.size)
+    prompt = row.prompt
+    if ids.size > limits.max_prompt_tokens:
+        cut = _cut_text(ids, codec, limits) if isinstance(prompt, str) else _cut_messages(prompt, codec, limits)
+        if cut is None:
+            return Refusal.OVERLONG
+        text, ids, prompt = cut
     return Task(
         task_id=task_id or row.task_id or _content_id(row, text),
-        prompt_ids=kept,
+        prompt_ids=ids,
         prompt_text=text,
         ground_truth=row.ground_truth,
         data_source=row.data_source,
         extra_info=row.extra_info,
-        messages=() if isinstance(row.prompt, str) else row.prompt,
+        messages=() if isinstance(prompt, str) else prompt,
         agent_name=row.agent_name,
         tools_kwargs=row.tools_kwargs,
     )
+
+
+_Cut = tuple[str, npt.NDArray[np.int32], str | tuple[Message, ...]]
+"""(text, ids, prompt)"""
+_MAX_CUTS = 8
+
+
+def _cut_text(ids: npt.NDArray[np.int32], codec: PromptCodec, limits: Limits) -> _Cut:
+    kept = np.array(limits.keep(ids.tolist(), limits.max_prompt_tokens), np.int32)
+    text = codec.decode(kept.tolist())
+    return text, kept, text
+
+
+def _cut_messages(messages: tuple[Message, ...], codec: PromptCodec, limits: Limits) -> _Cut | None:
+    """The longest message shortened until all fit, what the template puts around them untouched; None: it is not enough."""
+    for _ in range(_MAX_CUTS):
+        text, ids = codec.encode_prompt(messages)
+        beyond = ids.size - limits.max_prompt_tokens
+        if beyond <= 0:
+            return text, ids, messages
+        lengths = [len(content) if isinstance(content := message["content"], str) else 0 for message in messages]
+        at = max(range(len(messages)), key=lengths.__getitem__)
+        content = codec.encode(messages[at]["content"]) if lengths[at] else []
+        if len(content) <= beyond:
+            return None
+        shorter = codec.decode(list(limits.keep(content, len(content) - beyond)))
+        messages = (*messages[:at], {**messages[at], "content": shorter}, *messages[at + 1 :])
+    return None
 
 
 def nothing_left(num_rows: int, refused: Counter[Refusal], limits: Limits, longest: int) -> DataError:

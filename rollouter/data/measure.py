@@ -9,9 +9,11 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing import get_context
 from pathlib import Path
+from zipfile import BadZipFile
 
 import numpy as np
 import numpy.typing as npt
@@ -142,7 +144,7 @@ def _read(path: Path, num_rows: int) -> Measures | None:
         with np.load(path, allow_pickle=False) as kept:
             lengths, prompts = kept["lengths"], kept["prompts"]
             problems = tuple(kept["problems"].tolist())
-    except (OSError, ValueError, KeyError, EOFError):
+    except (OSError, ValueError, KeyError, EOFError, BadZipFile):
         return None
     if lengths.shape != (num_rows,) or prompts.shape != (num_rows,):
         return None
@@ -158,4 +160,5 @@ def _write(path: Path, measures: Measures) -> None:
         part.replace(path)
     except OSError as error:
         log.warning("prompt lengths are not kept", path=str(path), problem=error.strerror or str(error))
-        part.unlink(missing_ok=True)
+        with suppress(OSError):
+            part.unlink()

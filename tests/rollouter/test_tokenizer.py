@@ -8,23 +8,17 @@ import sys
 from pathlib import Path
 
 import pytest
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
 
 from configs.errors import ConfigError
 from rollouter.codec import _is_plain, load_codec
 from rollouter.prompts import encode
 from rollouter.tasks import load_rows
+from tests.fakes.tiny_tokenizer import write_tiny_tokenizer
 
 
 @pytest.fixture
 def model_dir(tmp_path: Path) -> Path:
-    characters = ["<eos>", "\n", *"0123456789", "+", "=", "s"]
-    tokenizer = Tokenizer(models.WordLevel({char: at for at, char in enumerate(characters)}, unk_token="<eos>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
-    tokenizer.decoder = decoders.Fuse()
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>").save_pretrained(str(tmp_path))
-    return tmp_path
+    return write_tiny_tokenizer(tmp_path)
 
 
 def test_tokenizer_of_a_model_directory_encodes_and_decodes(model_dir: Path) -> None:
