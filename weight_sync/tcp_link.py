@@ -25,6 +25,8 @@ from weight_sync.transport import StageRequest, check_terms
 _LAST_WORDS_MS = 100
 _GOODBYE_MS = 300
 _HANDSHAKE_MS = 10_000
+_NEVER_MS = 1 << 30
+"""To the next attempt to connect. With libzmq's own never (-1) a context whose handshake failed cannot be ended."""
 _ENDS: dict[int, str] = {
     int(zmq.EVENT_DISCONNECTED): "closed the connection",
     int(zmq.EVENT_CLOSED): "does not answer",
@@ -91,7 +93,7 @@ class Link:
         for option, value in (
             (zmq.SNDHWM, 0),
             (zmq.RCVHWM, 0),
-            (zmq.RECONNECT_IVL, -1),
+            (zmq.RECONNECT_IVL, _NEVER_MS),
             (zmq.HANDSHAKE_IVL, _HANDSHAKE_MS),
             (zmq.HEARTBEAT_IVL, HEARTBEAT_MS),
             (zmq.HEARTBEAT_TIMEOUT, HEARTBEAT_TIMEOUT_MS),
@@ -110,7 +112,11 @@ class Link:
         socket.connect(self._address.endpoint)
 
     def send(self, message: Message, *, stripe: int = 0) -> None:
-        self._stripes[stripe].send(encode(message), zmq.NOBLOCK)
+        """Raises PeerFailed or PeerLost when the server has ended the transfer."""
+        try:
+            self._stripes[stripe].send(encode(message), zmq.NOBLOCK)
+        except zmq.Again:  # there is no limit but that nobody is connected
+            self.raise_end("there is nobody to send to")
 
     def receive(self, stripe: int = 0) -> tuple[Message, zmq.Frame | None]:
         """The next message on a connection, and the payload behind it.
@@ -131,12 +137,12 @@ class Link:
     def _next(self, stripe: int, due: float, started: float) -> list[zmq.Frame]:
         socket = self._stripes[stripe]
         while True:
+            if self._cut_reason is not None:
+                raise TransferTimeout(f"{self.peer}: cut off, {self.place}: {self._cut_reason}")
             try:
                 return socket.recv_multipart(zmq.NOBLOCK, copy=False)
             except zmq.Again:
                 pass
-            if self._cut_reason is not None:
-                raise TransferTimeout(f"{self.peer}: cut off, {self.place}: {self._cut_reason}")
             if self._lost:
                 if socket.poll(_LAST_WORDS_MS):
                     continue
@@ -180,7 +186,7 @@ class Link:
                 if descriptor in ready:
                     return
                 if self._lost:
-                    self.raise_end("")
+                    self.raise_end("it said nothing")
         finally:
             self._poller.unregister(descriptor)
 
@@ -188,12 +194,12 @@ class Link:
         """Raise what the server said before it ended the transfer, or else PeerLost with `problem`."""
         self.deadline = min(self.deadline, time.monotonic() + _LAST_WORDS_MS / 1000)
         try:
-            message, _ = self.receive()
-        except TransferTimeout:
+            while True:
+                self.receive()
+        except (TransferTimeout, PeerLost):
             if self._cut_reason is not None:
                 raise
             raise PeerLost(f"{self.peer} {self._lost or 'is gone'}, {self.place}: {problem}") from None
-        raise PeerLost(f"{self.peer} sent {type(message).__name__}, {self.place}: {problem}")
 
     def cut(self, reason: str) -> None:
         """End the transfer from any thread; its waits fail with `reason`."""
@@ -213,13 +219,14 @@ class Link:
             return
         if error is not None and not isinstance(error, PeerLost | PeerFailed) and self._stripes and not self._lost:
             own = isinstance(error, WeightSyncError)
+            fail = Fail(reason=str(error) if own else f"{type(error).__name__}: {error}")
             try:
-                self.send(Fail(reason=str(error) if own else f"{type(error).__name__}: {error}"))
+                self._stripes[0].send(encode(fail), zmq.NOBLOCK)
             except zmq.ZMQError:
                 pass  # it is gone; the error that brought us here says so
         for socket in self._stripes:
             socket.disable_monitor()
-            socket.close(_GOODBYE_MS)
+            socket.close(0 if self._lost else _GOODBYE_MS)
         for monitor in self._monitors:
             monitor.close(0)
         self._context.term()

@@ -165,21 +165,25 @@ class Sessions:
         self._token = token
         self._handshake_timeout_s = handshake_timeout_s
         self._on_session = on_session
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context(io_threads=num_io_threads)
-        self._router = self._context.socket(zmq.ROUTER)
+        self._num_io_threads = num_io_threads
+        self._context: zmq.Context[zmq.Socket[bytes]]
+        self._router: zmq.Socket[bytes]
         self._joining: dict[str, _Joining] = {}
         self._sessions: dict[bytes, Session] = {}
         self._lock = threading.Lock()
         self._outbox: deque[_Outgoing] = deque()
-        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._wake = -1
         self._closing = False
-        self._closed = False
+        self._closed = True
         self._probes: list[float] = []
         self._thread = threading.Thread(target=self._run, name="weights-net", daemon=True)
 
     def bind(self, host: str, port: int, *, secret_key: bytes) -> int:
         """Listen, encrypted if `secret_key` (32 bytes) is given; returns the port. Raises AddressTaken."""
-        router = self._router
+        self._context = zmq.Context(io_threads=self._num_io_threads)
+        self._router = router = self._context.socket(zmq.ROUTER)
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._closed = False
         for option, value in (
             (zmq.SNDHWM, 0),
             (zmq.RCVHWM, 0),
@@ -206,7 +210,7 @@ class Sessions:
         self._thread.start()
 
     def close(self) -> None:
-        """Cut what is under way, send what is still to be said, close the port. Safe to call twice."""
+        """Cut what is under way, send what is still to be said, close the port. Safe to call twice, and before `bind`."""
         if self._closed:
             return
         self._closed = True
@@ -293,6 +297,7 @@ class Sessions:
             with self._lock:
                 session = self._sessions.get(identity)
             if session is not None:
+                self._receive_all()  # its last words, which the end of the connection has overtaken
                 session.lose()
 
     def _refuse(self, identity: bytes, reason: str) -> None:
