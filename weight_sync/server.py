@@ -308,7 +308,8 @@ class WeightServer:
                     use.has_let_go = lender.wait_returned()
         except (WeightSyncError, OSError) as error:
             incoming.refuse(str(error))
-            if is_delta and isinstance(error, PeerFailed) and DeltaRefused.MARK in str(error):
+            asks_alone = all(request.cohort == 1 for request in requests)
+            if is_delta and asks_alone and isinstance(error, PeerFailed) and DeltaRefused.MARK in str(error):
                 log.warning("delta not taken, the receiver asks for all", peer=incoming.peer, error=str(error))
                 return
             for request in requests:

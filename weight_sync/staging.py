@@ -104,6 +104,8 @@ class StagingArea:
         self._attempt: _Attempt | None = None
         self._staged: StagedWeights | None = None
         self._loaded: StagedWeights | None = None
+        self._trusts_loaded = True
+        """False once a delta did not fit what is loaded, until other weights are."""
         self._state = StagingState.IDLE
         self._error = ""
 
@@ -201,6 +203,7 @@ class StagingArea:
         """The model now holds `weights`; the memory of those that it held before is free."""
         with self._lock:
             before, self._loaded = self._loaded, weights
+            self._trusts_loaded = True
             if self._staged is weights:
                 self._staged = None
                 self._state = StagingState.IDLE
@@ -240,14 +243,20 @@ class StagingArea:
         self._on_end(attempt.nonce)
 
     def _receive_any(self, attempt: _Attempt) -> StagedWeights:
-        """Offer the loaded weights as a base; if what changed in them cannot be used, ask for all of the new ones."""
+        """Offer the loaded weights as a base; if what changed in them cannot be used, ask for all of the new ones.
+
+        A member of a cohort cannot ask alone: its attempt fails, and it offers no base in the next one.
+        """
         with self._lock:
-            base = self._loaded
+            base = self._loaded if self._trusts_loaded else None
             if base is not None:
                 base.memory.retain()
         try:
             return self._receive(attempt, base)
         except DeltaRefused as error:
+            self._trusts_loaded = False
+            if attempt.cohort > 1:
+                raise
             log.warning(
                 "all weights are asked for", policy_version=attempt.policy_version, nonce=attempt.nonce, error=str(error)
             )

@@ -23,7 +23,7 @@ from weight_sync.version_delta import VersionDelta, delta_between
 
 WAIT_S = 60.0
 ELEMENTS = 1 << 15
-TRANSPORTS = ["shared_memory", "tcp", "file"]
+TRANSPORTS = ["shared_memory", "tcp", "collective", "file"]
 TOTAL_BYTES = 6 * 2 * ELEMENTS
 
 
@@ -147,6 +147,37 @@ def test_a_base_whose_bytes_were_altered_brings_all_weights_in_the_same_round(
         loaded.tensors[name].view(torch.int16)[5] ^= 1
         assert rounds.sync(area, rounds.publish(2)).payload_bytes == TOTAL_BYTES
         assert rounds.sync(area, rounds.publish(3)).payload_bytes < 0.05 * TOTAL_BYTES
+
+
+def test_a_member_of_a_cohort_that_refuses_a_delta_gets_all_weights_in_the_next_attempt(tmp_path: Path) -> None:
+    areas = [StagingArea(check_manifest=accept) for _ in range(3)]
+    with fleet(tmp_path, transport="collective") as rounds:
+
+        def stage(version: int, nonce: str) -> None:
+            for number, area in enumerate(areas):
+                engine = f"e{number}"
+                area.stage(rounds.server.address, version, engine=engine, nonce=nonce, timeout_s=WAIT_S, cohort=len(areas))
+
+        def sent(publication: Publication) -> int:
+            (num_bytes,) = {rounds.staged.get(timeout=WAIT_S).payload_bytes for _ in areas}
+            for area in areas:
+                staged = area.get(publication.policy_version, publication.manifest_digest)
+                assert_holds(staged, publication.policy_version)
+                area.mark_loaded(staged)
+            return num_bytes
+
+        for version in (1, 2):
+            publication = rounds.publish(version)
+            stage(version, "first")
+            assert (sent(publication) < TOTAL_BYTES) == (version == 2)
+        loaded = areas[1].loaded
+        assert loaded is not None
+        loaded.tensors["layer.3"].view(torch.int16)[5] ^= 1
+        publication = rounds.publish(3)
+        stage(3, "first")
+        assert {rounds.failed.get(timeout=WAIT_S).engine for _ in areas} == {"e0", "e1", "e2"}
+        stage(3, "second")
+        assert sent(publication) == TOTAL_BYTES
 
 
 def snapshot(version: int) -> Snapshot:
