@@ -18,7 +18,7 @@ import torch
 
 from configs.schema import WeightSyncSettings
 from tests.weight_sync.peers import open_transfer, weights
-from weight_sync import PeerFailed, Publication, WeightServer, receive_weights
+from weight_sync import PeerFailed, Publication, TransportName, WeightServer, receive_weights
 from weight_sync.arena import Segment
 from weight_sync.cache import HostCache
 from weight_sync.cache_link import Event, NotTaken, Open, Ready, Stage, Staged, StagingFailed, Taken, decode_event, encode
@@ -102,6 +102,27 @@ def test_engines_of_other_hosts_get_what_this_host_holds(tmp_path: Path) -> None
         assert cache.tcp_address.startswith("tcp://127.0.0.1:")
         assert_serves(cache.tcp_address, 1)
         assert isinstance(events.get(timeout=WAIT_S), Taken)
+
+
+@pytest.mark.parametrize("transport", list(TransportName))
+def test_whatever_brought_a_version_here_engines_get_it_from_memory(tmp_path: Path, transport: TransportName) -> None:
+    """Also one of which only the changes travelled: the second and third versions differ in one tensor."""
+    settings = SETTINGS.model_copy(update={"transport": transport.value})
+    (tmp_path / "t").mkdir()
+    server = WeightServer(
+        settings, socket_dir=tmp_path / "t", dtype=torch.float32, on_staged=lambda _: None, on_failed=lambda _: None
+    )
+    with server, host(tmp_path / "c") as (cache, events):
+        for version in (1, 2, 3):
+            tensors = weights(1) | {"layer.3.weight": weights(version)["layer.3.weight"]}
+            published = server.publish(tensors.items(), policy_version=version)
+            cache.stage(wanted(server, published, nonce=f"c{version}"))
+            staged = events.get(timeout=WAIT_S)
+            assert isinstance(staged, Staged), staged
+            with open_transfer(cache.address, version, nonce=f"e{version}") as channel:
+                got = {name: tensor.clone() for name, tensor in receive_weights(channel)}
+            assert all(torch.equal(got[name], tensor) for name, tensor in tensors.items())
+            assert isinstance(events.get(timeout=WAIT_S), Taken)
 
 
 def test_a_host_stages_from_the_cache_of_another_one(tmp_path: Path) -> None:
