@@ -40,6 +40,15 @@ def _unused(settings: Settings, on_gpu: bool) -> Iterator[tuple[str, str]]:
         yield "reward.arguments", "reward.parts are given: each has arguments of its own"
     if not settings.reward.overlong_buffer_tokens:
         yield "reward.overlong_penalty", "reward.overlong_buffer_tokens is 0: there is no soft overlong punishment"
+    if settings.data.curriculum is not None:
+        yield "data.shuffle", "data.curriculum orders the tasks itself"
+    if settings.filters.zero_signal == "keep":
+        yield "filters.max_attempts", "filters.zero_signal is keep: no group is dropped for it"
+    by_pass_rate = settings.filters.min_pass_rate > 0 or settings.filters.max_pass_rate < 1
+    if not by_pass_rate:
+        yield "filters.revisit_epochs", "no task is passed over for its pass rate"
+    if not by_pass_rate and not settings.filters.replay_share:
+        yield "filters.pass_reward", "nothing is decided by pass rates"
     if settings.model.source != MADE_HERE:
         yield "model.warm_start_steps", f"only {MADE_HERE} is warm-started here"
     if settings.model.source in (MADE_HERE, CONVERTED_HERE):

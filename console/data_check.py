@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -25,7 +25,6 @@ def data_check(
     tokenizer: str | None,
     overrides: Sequence[str],
     as_json: bool,
-    write: Callable[[str], object] = sys.stdout.write,
 ) -> int:
     """Check the files, or the settings' own sources where none is given. 0: a run would take the data; 1: not.
 
@@ -38,7 +37,7 @@ def data_check(
     codec = None if tokenizer is None else load_codec(_model_dir(tokenizer), trust_remote_code=settings.model.trust_remote_code)
     data = data.model_copy(update={"max_prompt_tokens": _max_prompt_tokens(settings)})
     report = check(data, codec=codec)
-    write(_as_json(report) if as_json else _as_text(report, data))
+    sys.stdout.write(_as_json(report) if as_json else _as_text(report, data))
     return 0 if report.is_good else 1
 
 

@@ -29,7 +29,7 @@ def _task(number: int) -> Task:
     )
 
 
-def _source(count: int = 3, num_epochs: int | None = None) -> PromptSource:
+def make_source(count: int = 3, num_epochs: int | None = None) -> PromptSource:
     return PromptSource([_task(number) for number in range(count)], seed=0, shuffle=False, num_epochs=num_epochs)
 
 
@@ -47,7 +47,7 @@ class _Desk:
         self.run_dir = run_dir
         self.keeper = Bookkeeper(run_dir, "run-1", now=lambda: 1.0)
         self.quarantine = TaskQuarantine(run_dir / "quarantine" / "tasks")
-        self.issues = Issues(_source(**source), self.quarantine, self.keeper)  # type: ignore[arg-type]
+        self.issues = Issues(make_source(**source), self.quarantine, self.keeper)  # type: ignore[arg-type]
 
     def hold(self, number: int) -> None:
         self.quarantine.put(_task(number), _failures(), 1.0)
@@ -143,7 +143,7 @@ def test_task_is_held_although_its_file_cannot_be_written(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("ahead", range(7))
 def test_looking_ahead_uses_nothing_up(ahead: int) -> None:
-    source = _source(num_epochs=2)
+    source = make_source(num_epochs=2)
     seen = source.peek(ahead)
     assert (None if seen is None else seen.number) == (ahead if ahead < 6 else None)
     assert source.cursor.issued == 0
