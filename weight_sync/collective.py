@@ -25,7 +25,7 @@ import torch
 from configs.schema import WeightSyncSettings
 from weight_sync import tcp_messages
 from weight_sync.channel import Bucket, BucketKind, StreamEnd
-from weight_sync.collective_group import Broadcast, Group, Rendezvous, choose_backend, own_device, route_to
+from weight_sync.collective_group import Broadcast, Group, Rendezvous, choose_backend, connect_store, own_device, route_to
 from weight_sync.errors import PeerLost, ProtocolError, TransferTimeout, WeightSyncError
 from weight_sync.tcp_address import TOKEN_BYTES, NetAddress, advertised_host, bracketed
 from weight_sync.tcp_link import Link
@@ -198,8 +198,8 @@ class CollectiveIncoming:
         """Form the group. Raises TransferTimeout with the phase, the address and the ranks that did not join."""
         settings, size = self._settings, 1 + len(self._sessions)
         backend = choose_backend(self._terms.backend, [own_device(), *(session.hello.device for session in self._sessions)])
-        self._rendezvous = rendezvous = Rendezvous(self._host, settings.connect_timeout_s)
         own_host = self._advertised if self._host in ("0.0.0.0", "::") else self._host
+        self._rendezvous = rendezvous = Rendezvous(self._host, own_host, settings.connect_timeout_s)
         name = secrets.token_hex(8)
         try:
             for rank, session in enumerate(self._sessions, start=1):
@@ -209,8 +209,7 @@ class CollectiveIncoming:
                 session.watch(rendezvous.break_off)
             try:
                 joined = Group(
-                    store_host=own_host,
-                    store_port=rendezvous.port,
+                    store=rendezvous.own,
                     own_host=own_host,
                     name=name,
                     rank=0,
@@ -246,10 +245,12 @@ class CollectiveIncoming:
             session.cut(reason)
 
     def close(self) -> None:
-        if self._rendezvous is not None:
-            self._rendezvous.break_off()
-        if self._sender is not None:
-            self._sender.close()
+        rendezvous, self._rendezvous = self._rendezvous, None
+        if rendezvous is not None:
+            rendezvous.break_off()
+        sender, self._sender = self._sender, None
+        if sender is not None:
+            sender.close()
         for session in self._sessions:
             session.close()
 
@@ -463,8 +464,7 @@ def open_receiver(
         left_s = max(0.1, link.deadline - time.monotonic())
         try:
             group = Group(
-                store_host=parsed.host,
-                store_port=welcome.group.store_port,
+                store=connect_store(parsed.host, welcome.group.store_port, left_s),
                 own_host=route_to(parsed.host, welcome.group.store_port),
                 name=welcome.group.name,
                 rank=welcome.group.rank,
@@ -473,7 +473,7 @@ def open_receiver(
                 form_s=left_s,
                 operation_s=left_s,
             )
-        except RuntimeError as error:
+        except (RuntimeError, OSError) as error:
             link.raise_end(f"the group did not form: {str(error)[:300]}")
     except BaseException as error:
         link.end(error)

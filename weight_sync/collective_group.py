@@ -59,12 +59,19 @@ def route_to(host: str, port: int) -> str:
         raise PeerLost(f"{host} port {port} cannot be reached: {error}") from error
 
 
+def connect_store(host: str, port: int, timeout_s: float) -> TCPStore:
+    """A member's connection to the rendezvous. Raises OSError at once when it is gone, and RuntimeError of torch."""
+    socket.create_connection((host, port), timeout_s).close()  # torch would try until the deadline
+    return TCPStore(host, port, None, False, timeout=timedelta(seconds=timeout_s), wait_for_workers=False)
+
+
 class Rendezvous:
     """The store over which members find each other; the sender's. `break_off` ends everybody's wait for it."""
 
-    def __init__(self, host: str, timeout_s: float) -> None:
+    def __init__(self, bind_host: str, host: str, timeout_s: float) -> None:
+        """`host`: by which this process reaches `bind_host`."""
         listening = socket.create_server(
-            (host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET, backlog=64, dualstack_ipv6=False
+            (bind_host, 0), family=socket.AF_INET6 if ":" in bind_host else socket.AF_INET, backlog=64
         )
         self.port: int = listening.getsockname()[1]
         self._store: TCPStore | None = TCPStore(
@@ -76,6 +83,8 @@ class Rendezvous:
             wait_for_workers=False,
             master_listen_fd=listening.detach(),
         )
+        self.own = connect_store(host, self.port, timeout_s)
+        """The sender's own connection; it fails once the rendezvous is broken off."""
         self._lock = threading.Lock()
 
     def missing(self, size: int) -> list[int]:
@@ -144,8 +153,7 @@ class Group:
     def __init__(
         self,
         *,
-        store_host: str,
-        store_port: int,
+        store: TCPStore,
         own_host: str,
         name: str,
         rank: int,
@@ -155,18 +163,17 @@ class Group:
         operation_s: float,
     ) -> None:
         form, operation = timedelta(seconds=form_s), timedelta(seconds=operation_s)
-        tcp_store = TCPStore(store_host, store_port, None, False, timeout=form, wait_for_workers=False)
-        tcp_store.set(f"{_PRESENT}{rank}", "1")
-        store = PrefixStore(name, tcp_store)
+        store.set(f"{_PRESENT}{rank}", "1")
+        named = PrefixStore(name, store)
         self._group: Any
         self._under_way: list[Broadcast] = []
         if backend == NCCL:
             nccl = dist.ProcessGroupNCCL.Options()
             nccl._timeout = operation
-            self._group = dist.ProcessGroupNCCL(store, rank, size, nccl)
+            self._group = dist.ProcessGroupNCCL(named, rank, size, nccl)
         else:
             gloo = _gloo_options(own_host, form)
-            self._group = dist.ProcessGroupGloo(store, rank, size, gloo)
+            self._group = dist.ProcessGroupGloo(named, rank, size, gloo)
             self._group.set_timeout(operation)
         self.device = torch.device("cuda", torch.cuda.current_device()) if backend == NCCL else torch.device("cpu")
 

@@ -128,8 +128,10 @@ class Session:
             self._post((identity, data, None))
 
     def close(self) -> None:
-        """No further message of this receiver is heard."""
+        """No further message of this receiver is heard, nor its end told."""
         self._forget(self)
+        with self._changed:
+            self._watchers.clear()
 
     # ── called by the thread of the sockets ──────────────────────────────────────────────────────────────────────────
 

@@ -57,12 +57,13 @@ class Serving:
         tensors: Weights | None = None,
         *,
         before_send: Callable[[Incoming], None] = lambda incoming: None,
-        **terms: str,
+        dtype: str = "",
+        backend: str = "",
     ) -> None:
         self.snapshot = snapshot_of(tensors if tensors is not None else weights())
         self.outcomes: queue.Queue[int | Exception] = queue.Queue()
         self._before_send = before_send
-        stated = Terms(transport=settings.transport, bucket_bytes=settings.bucket_bytes, **terms)
+        stated = Terms(transport=settings.transport, bucket_bytes=settings.bucket_bytes, dtype=dtype, backend=backend)
         self.listener = open_listener(settings, socket_dir=Path("/nowhere"), terms=stated)
 
     def __enter__(self) -> Self:

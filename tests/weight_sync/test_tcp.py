@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import queue
 import socket
@@ -22,7 +23,7 @@ from weight_sync.errors import AddressTaken, PeerFailed, PeerLost, ProtocolError
 from weight_sync.stream import receive_weights
 from weight_sync.tcp import MESSAGE_BYTES, TcpListener, open_receiver
 from weight_sync.tcp_address import NetAddress
-from weight_sync.transport import Incoming, Receiving, Terms
+from weight_sync.transport import Cut, Incoming, Receiving, Terms
 
 
 @pytest.mark.parametrize("num_connections", [1, 3])
@@ -205,7 +206,7 @@ def test_a_receiver_that_takes_nothing_is_given_up_at_the_deadline() -> None:
 def test_a_transfer_is_cut_from_another_thread(side: str) -> None:
     incoming_of: queue.Queue[Incoming] = queue.Queue()
     settings = settings_for("tcp", bucket_bytes=1 << 12)
-    cuts = []
+    cuts: list[Cut] = []
     with Serving(settings, before_send=incoming_of.put) as serving:
         channel = open_receiver(serving.address, request(serving.address), timeout_s=60, on_open=cuts.append)
         if side == "sender":
@@ -259,6 +260,7 @@ def test_a_closed_listener_leaves_nothing_behind() -> None:
 
 def _left() -> tuple[int, int]:
     """Threads and descriptors of this process."""
+    gc.collect()  # of what failed in the tests before
     return len(list(Path("/proc/self/task").iterdir())), len(list(Path("/proc/self/fd").iterdir()))
 
 
