@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import os
+import subprocess
+import sys
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -257,3 +260,36 @@ def test_a_module_that_ends_the_process_or_hangs_at_import_is_refused_at_start(t
         file.write_text(body + "\n\ndef f(a, b, c, d): ...\n")
         with pytest.raises(RewardError, match=words):
             Weighted.open({"": Part(function=f"{file}:f")}, RewardSettings(start_timeout_s=2.0))
+
+
+_KEEPER = """
+import asyncio, sys
+from agent_loop.rewards.weighted import Part, Weighted
+from configs.schema import RewardSettings
+
+async def main():
+    reward = Weighted.open({"": Part(function="tests.agent_loop.rewards.misbehaving:by_word")}, RewardSettings(num_processes=1))
+    async with reward.running():
+        await reward.score(data_source="d", solution_str="x", ground_truth="", extra_info={})
+        spinning = asyncio.create_task(reward.score(data_source="d", solution_str="spin-in-c", ground_truth="", extra_info={}))
+        await asyncio.sleep(0.2)
+        sys.stdout.write(f"{reward.pools[0].processes[0].pid}\\n")
+        sys.stdout.flush()
+        await spinning
+
+asyncio.run(main())
+"""
+
+
+def test_reward_processes_end_with_the_process_that_started_them() -> None:
+    """Killed, it can end nothing any more; and a reward that spins in C notices nothing by itself."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    with subprocess.Popen([sys.executable, "-c", _KEEPER], stdout=subprocess.PIPE, env=environment, text=True) as keeper:
+        assert keeper.stdout is not None
+        worker = psutil.Process(int(keeper.stdout.readline()))
+        assert worker.status() != psutil.STATUS_ZOMBIE
+        keeper.kill()
+    deadline = time.monotonic() + DEADLINE_S
+    while _runs(worker.pid) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not _runs(worker.pid)
