@@ -29,6 +29,22 @@ _NAME = re.compile(r"^base_model\.model\.(?P<path>.+)\.(?P<part>lora_A|lora_B)\.
 _SHOWN = 10
 
 
+def _unwrap_head(model: torch.nn.Module, manager: Any) -> None:
+    """Take adapters out of the way of the language head, which never gets one.
+
+    On a CPU vLLM 0.32 computes a head that could have one for as many rows as the batch samples, and its process ends at the
+    first request for prompt logprobs beside others; and every step would pay for two products with zeros.
+    """
+    from vllm.lora.layers import LogitsProcessorWithLoRA
+
+    for path, module in list(model.named_modules()):
+        if isinstance(module, LogitsProcessorWithLoRA):
+            parent, _, leaf = path.rpartition(".")
+            setattr(model.get_submodule(parent), leaf, module.base_layer)
+            for name in [name for name, wrapped in manager.modules.items() if wrapped is module]:
+                del manager.modules[name]
+
+
 class AdapterLoader:
     """Loads staged adapters into one worker's model."""
 
@@ -48,6 +64,7 @@ class AdapterLoader:
         manager = getattr(model, "lora_manager", None)
         if manager is None:
             raise RuntimeError(f"additional config {SCALE_KEY} without --enable-lora: there is nowhere to put adapters")
+        _unwrap_head(model, manager)
         lora = vllm_config.lora_config
         return cls(manager, scale=float(options[SCALE_KEY]), dtype=lora.lora_dtype, max_rank=lora.max_lora_rank)
 

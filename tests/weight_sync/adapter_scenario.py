@@ -75,11 +75,24 @@ class AdapterScenario(Scenario):
         seen["expected checksums"] = self.expected_checksums(1)
         self.sync(2)
         seen["after the second sync"] = self.errors()
+        self.answer_beside_a_score(seen)
         self.run_bad_adapters(seen)
         self.sync(1)
         seen["at the end"] = self.errors()
         seen["verify at the end"] = self.rpc("headrace_verify")
         return seen
+
+    def answer_beside_a_score(self, seen: dict[str, Any]) -> None:
+        """Requests of several kinds in one batch: one whose prompt is scored, and some that generate."""
+        from vllm import SamplingParams
+
+        score = SamplingParams(max_tokens=1, prompt_logprobs=0, detokenize=False)
+        answer = SamplingParams(max_tokens=12, logprobs=0, seed=1, detokenize=False)
+        prompts = [{"prompt_token_ids": self.tokens}] + [{"prompt_token_ids": self.tokens[: 5 + index]} for index in range(3)]
+        outputs = self.llm.generate(prompts, [score, answer, answer, answer], use_tqdm=False, **self.request_arguments())
+        scored = [entry[token].logprob for token, entry in zip(self.tokens[1:], outputs[0].prompt_logprobs[1:], strict=True)]
+        expected = [float(self.references[2][at, token]) for at, token in enumerate(self.tokens[1:])]
+        seen["score beside answers"] = max(abs(a - b) for a, b in zip(scored, expected, strict=True))
 
     def run_bad_adapters(self, seen: dict[str, Any]) -> None:
         """From version 2: adapters whose names match nothing, or only in part, and a slot that loses what it was given."""

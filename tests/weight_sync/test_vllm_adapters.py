@@ -63,6 +63,11 @@ def test_after_a_sync_the_logprobs_are_those_of_the_trainers_forward_with_its_ad
     assert seen.adapters_at("at the end") == 1
 
 
+def test_a_prompt_may_be_scored_beside_requests_that_generate(seen: Seen) -> None:
+    """B141: as the probe is."""
+    assert seen["score beside answers"] <= TOLERANCE[seen.dtype]
+
+
 def test_every_adapter_tensor_is_found_in_the_slot_that_multiplies(seen: Seen) -> None:
     """B140, B141."""
     for step in ("verify", "verify at the end"):
