@@ -11,6 +11,7 @@ from typing import Any, cast
 from configs.schema import Settings
 from rollouter.admission import Admission, HeldVersion
 from rollouter.codec import Codec
+from rollouter.data.sources import Rows
 from rollouter.dispatch import Situation
 from rollouter.live import LiveView
 from rollouter.prompts import prepare
@@ -71,7 +72,7 @@ async def open_desk(
     engine: FakeEngine,
     *,
     loop: Any = None,
-    rows: list[Row] | None = None,
+    rows: Rows | list[Row] | None = None,
     num_samples_needed: int | None = None,
     process: str = "p",
 ) -> AsyncIterator[Desk]:

@@ -52,7 +52,7 @@ def _journal(run_dir: Path) -> list[Any]:
     return list(read_journal(run_dir / "journal" / "run-1" / "rollouter.log"))
 
 
-async def _until(desk: Desk, holds: Any) -> None:
+async def wait_until(desk: Desk, holds: Any) -> None:
     """Wait for what no single event tells: engine, books and stream together."""
     async with asyncio.timeout(60):
         while not holds():  # noqa: ASYNC110 - see above
@@ -61,7 +61,7 @@ async def _until(desk: Desk, holds: Any) -> None:
 
 async def _noted(desk: Desk, count: int) -> None:
     """So many records are in the stream and stand in the journal."""
-    await _until(desk, lambda: desk.books.num_recorded == len(desk.producer.stream.records) == count)
+    await wait_until(desk, lambda: desk.books.num_recorded == len(desk.producer.stream.records) == count)
 
 
 def _erratic(chance: random.Random, share: float) -> Any:
@@ -104,7 +104,7 @@ async def test_deaths_at_any_moment_lose_no_rollout_and_repeat_none(tmp_path: Pa
                 continue
             producer.credit = 10**9
             producer.settle(0)
-            await _until(desk, lambda: desk.run.dispatcher.holding is Hold.ENOUGH and not desk.books.open_groups)
+            await wait_until(desk, lambda: desk.run.dispatcher.holding is Hold.ENOUGH and not desk.books.open_groups)
             desk.drain()
             await desk.ended()
             break
@@ -135,7 +135,7 @@ async def test_thousand_cancelled_rollouts_each_end_definitely_and_leave_nothing
             await asyncio.sleep(chance.random() * 0.003)
             desk.run.dispatcher.cancel_hopeless(1, "first")
         desk.drain()
-        await _until(desk, lambda: desk.run.dispatcher.cancel_hopeless(1, "first") == 0 and not desk.books.open_groups)
+        await wait_until(desk, lambda: desk.run.dispatcher.cancel_hopeless(1, "first") == 0 and not desk.books.open_groups)
         await desk.ended()
         assert engine.num_running == 0
         assert desk.run.dispatcher.is_idle
@@ -310,13 +310,13 @@ async def test_task_that_keeps_failing_is_issued_no_more_over_restarts_until_it_
         needed = len(stream.records) + 4 * groups
         async with open_desk(settings, FakeProducer(stream), engine, rows=rows, num_samples_needed=needed) as desk:
             desk.start()
-            await _until(desk, lambda: desk.run.dispatcher.holding is Hold.ENOUGH and not desk.books.open_groups)
+            await wait_until(desk, lambda: desk.run.dispatcher.holding is Hold.ENOUGH and not desk.books.open_groups)
             if groups == 9:
                 for path in (tmp_path / "quarantine" / "tasks").glob("*.json"):
                     path.unlink()
                 desk.situation.num_samples_needed = needed + 12
                 desk.run.dispatcher.wake()
-                await _until(desk, lambda: desk.admission.outstanding == needed + 12 and not desk.books.open_groups)
+                await wait_until(desk, lambda: desk.admission.outstanding == needed + 12 and not desk.books.open_groups)
         return desk
 
     await life(3)
@@ -381,7 +381,7 @@ async def test_new_stream_closes_what_the_old_one_held_of_open_groups(tmp_path: 
     stream, loop = Stream(), _OneHangs(times=1)
     async with open_desk(settings, FakeProducer(stream), await engine_at(0), loop=loop, num_samples_needed=8) as desk:
         desk.start()
-        await _until(desk, lambda: desk.books.counts().offered == 7)
+        await wait_until(desk, lambda: desk.books.counts().offered == 7)
     stuck = next(iter(desk.books.open_groups))
     fresh = Stream(epoch=2)
     async with open_desk(settings, FakeProducer(fresh), await engine_at(0), loop=loop, num_samples_needed=8) as desk:
@@ -411,10 +411,10 @@ async def test_full_disk_holds_admission_and_starts_nothing_that_is_not_noted(
     engine.before_reply = lambda call: gate.wait()
     async with open_desk(settings, FakeProducer(stream), engine, num_samples_needed=12) as desk:
         desk.start()
-        await _until(desk, lambda: engine.num_running == 4)
+        await wait_until(desk, lambda: engine.num_running == 4)
         is_full = True
         gate.set()
-        await _until(desk, lambda: desk.run.keeper.is_blocked)
+        await wait_until(desk, lambda: desk.run.keeper.is_blocked)
         for _ in range(50):
             await asyncio.sleep(0)
         assert desk.run.keeper.problem == "No space left on device"
@@ -426,7 +426,7 @@ async def test_full_disk_holds_admission_and_starts_nothing_that_is_not_noted(
         assert len(stream.records) == stored
         assert desk.run.dispatcher.holding in (Hold.JOURNAL, Hold.CONCURRENCY)
         is_full = False
-        await _until(desk, lambda: not desk.run.keeper.is_blocked)
+        await wait_until(desk, lambda: not desk.run.keeper.is_blocked)
         desk.run.dispatcher.wake()
         await _noted(desk, 12)
         desk.drain()
@@ -451,7 +451,7 @@ async def test_refunds_alone_give_admission_back(tmp_path: Path) -> None:
     async with open_desk(settings, FakeProducer(stream), engine) as desk:
         desk.start()
         await _noted(desk, 8)
-        await _until(desk, lambda: desk.run.dispatcher.holding is Hold.BUDGET)
+        await wait_until(desk, lambda: desk.run.dispatcher.holding is Hold.BUDGET)
         desk.refund(3)
         await asyncio.sleep(0.02)
         assert len(stream.records) == 8
@@ -467,14 +467,14 @@ async def test_budget_after_a_restart_is_what_the_trainer_accounts_for_and_what_
     async with open_desk(settings, producer, await engine_at(0), loop=loop) as desk:
         producer.before_return = asyncio.Event()
         desk.start()
-        await _until(desk, lambda: len(stream.records) == 11)
+        await wait_until(desk, lambda: len(stream.records) == 11)
         assert desk.books.counts().offered == 0
     async with open_desk(settings, FakeProducer(stream), await engine_at(0), loop=loop) as desk:
         assert desk.books.counts().offered == 11
         assert desk.admission.outstanding == 12
         desk.start()
         await _noted(desk, 12)
-        await _until(desk, lambda: desk.run.dispatcher.holding is Hold.BUDGET)
+        await wait_until(desk, lambda: desk.run.dispatcher.holding is Hold.BUDGET)
         assert len(stream.records) == 12
     assert set(_seats(stream).values()) == {1}
 
