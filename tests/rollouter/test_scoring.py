@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 
 from agent_loop.errors import RewardError
-from agent_loop.rewards import Score
+from agent_loop.rewards import Score, reasoning_gym
 from configs.errors import ConfigError
 from configs.schema import Settings
+from rollouter.data.generated import open_reasoning_gym
 from rollouter.rollouts import sample_of
 from rollouter.scoring import Scorer, Shaping, reward_of
 from tests.fakes.fake_clock import FakeClock
@@ -107,3 +108,12 @@ async def test_the_reward_of_a_run_is_a_function_or_a_sum(tmp_path: Path) -> Non
 def test_a_reward_that_does_not_load_is_an_error_of_the_settings(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="has no function nothing"):
         reward_of(settings_of(tmp_path, data={"reward": "agent_loop.rewards:nothing"}))
+
+
+@pytest.mark.parametrize("source", ["countdown?size=4&min_numbers=3", "basic_arithmetic?size=4", "leg_counting?size=4&seed=5"])
+def test_rows_of_reasoning_gym_are_scored_by_their_family(source: str) -> None:
+    table = open_reasoning_gym(f"reasoning_gym:{source}")
+    for row in (table.raw(0), table.raw(3)):
+        truth, info = row["ground_truth"], row["extra_info"]
+        assert reasoning_gym(row["data_source"], f"so <answer>{truth}</answer>", truth, info) == 1.0
+        assert reasoning_gym(row["data_source"], "<answer>no idea</answer>", truth, info) < 1.0
