@@ -130,7 +130,8 @@ class Bench:
         if figures is not None:
             line += (
                 f"   publish {figures.publish_s * 1e3:.0f} ms, stage {figures.stage_s * 1e3:.0f} ms, sent "
-                f"{figures.payload_bytes / model.num_bytes:.1%}; peak {figures.sender_peak_bytes / 1e6:.0f} + "
+                f"{figures.payload_bytes / model.num_bytes:.1%}; CPU {figures.sender_cpu_s * 1e3:.0f} + "
+                f"{figures.receiver_cpu_s * 1e3:.0f} ms; peak {figures.sender_peak_bytes / 1e6:.0f} + "
                 f"{figures.receiver_peak_bytes / 1e6:.0f} MB, all {figures.all_bytes / 1e6:.0f} MB"
             )
         sys.stdout.write(line + "\n")

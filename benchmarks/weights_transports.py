@@ -52,8 +52,11 @@ class Figures:
     """The same of one receiver (shared pages counted as its own)."""
     all_bytes: int
     """Of all processes together in the end, beyond what they had before; shared pages count once."""
+    sender_cpu_s: float
+    """Processor time of the trainer's process in a round, publishing included, the least; it hardly depends on what else the
+    machine does."""
     receiver_cpu_s: float
-    """Processor time of one receiver in a round, the least."""
+    """The same of one receiver."""
 
 
 def begin(desk: Desk, *, dtype: str) -> None:
@@ -100,6 +103,7 @@ def measure(model: Model, case: Case, fleet: Receivers, *, repetitions: int) -> 
     before = sum(map(proportional_bytes, pids)) + proportional_bytes(os.getpid())
     resident = begin_peak()
     rounds: list[tuple[float, float]] = []
+    senders_cpu: list[float] = []
     receivers_cpu: list[float] = []
     payload_bytes = 0
     with (
@@ -110,7 +114,7 @@ def measure(model: Model, case: Case, fleet: Receivers, *, repetitions: int) -> 
     ):
         for version in range(NUM_WARM + repetitions):
             model.step(case.changed)
-            started = time.perf_counter()
+            started, cpu_started = time.perf_counter(), time.process_time()
             publication = server.publish(model.tensors.items(), policy_version=version)
             published = time.perf_counter()
             for index in range(num):
@@ -120,12 +124,13 @@ def measure(model: Model, case: Case, fleet: Receivers, *, repetitions: int) -> 
                 if isinstance(report, StageFailure):
                     raise RuntimeError(report.reason)
                 payload_bytes = report.payload_bytes
-            staged = time.perf_counter()
+            staged, cpu_staged = time.perf_counter(), time.process_time()
             for index in range(num):
                 fleet.answer(index)
             loaded = fleet.all(num, load, version=version, digest=publication.manifest_digest)
             if version >= NUM_WARM:
                 rounds.append((published - started, staged - published))
+                senders_cpu.append(cpu_staged - cpu_started)
                 receivers_cpu.append(min(cpu for cpu, _ in loaded))
         sender_peak = status_bytes("VmHWM") - resident
         after = sum(map(proportional_bytes, pids)) + proportional_bytes(os.getpid())
@@ -139,5 +144,6 @@ def measure(model: Model, case: Case, fleet: Receivers, *, repetitions: int) -> 
         sender_peak_bytes=sender_peak,
         receiver_peak_bytes=max(peak for _, peak in loaded),
         all_bytes=after - before,
+        sender_cpu_s=min(senders_cpu),
         receiver_cpu_s=min(receivers_cpu),
     )

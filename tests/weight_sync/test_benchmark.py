@@ -35,6 +35,7 @@ def figures(stage_s: float, payload_bytes: int = GIGABYTE) -> Figures:
         sender_peak_bytes=0,
         receiver_peak_bytes=0,
         all_bytes=3 * GIGABYTE,
+        sender_cpu_s=0.0,
         receiver_cpu_s=0.0,
     )
 
