@@ -114,7 +114,7 @@ class MemoryTasks:
         return self._by_id.get(task_id)
 
     def expect(self, positions: Iterable[int]) -> None:
-        pass
+        """Nothing is to be made."""
 
 
 class PromptSource:
@@ -198,11 +198,13 @@ class PromptSource:
         return Issue(number=number, epoch=epoch, task=found)
 
     def _look_ahead(self, number: int) -> None:
-        """Tell the table what comes, a piece at a time."""
-        if number + LOOK_AHEAD // 2 < self._expected:
+        """Tell a table that makes its tasks what comes, a piece at a time."""
+        if isinstance(self._table, MemoryTasks) or number + LOOK_AHEAD // 2 < self._expected:
             return
         first = max(number + 1, self._expected)
         self._expected = number + 1 + LOOK_AHEAD
+        if self._num_epochs is not None:
+            self._expected = min(self._expected, self._num_epochs * self.num_tasks)
         self._table.expect([self._order.at(one)[1] for one in range(first, self._expected)])
 
 

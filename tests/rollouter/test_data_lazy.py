@@ -234,3 +234,18 @@ def test_curriculum_by_dotted_path_orders_the_tasks(tmp_path: Path) -> None:
     assert lengths == sorted(lengths)
     with pytest.raises(DataError, match=r"data\.curriculum: got 'no\.such:thing'"):
         _prepared(tmp_path / "rows.jsonl", curriculum="no.such:thing")
+
+
+@pytest.mark.parametrize("filter_", ["at_start", "lazy"])
+def test_weighted_sources_come_as_often_as_their_weights_say(tmp_path: Path, filter_: str) -> None:
+    for name, count in (("a", 30), ("b", 10)):
+        rows = [{"prompt": f"{n}+1=", "ground_truth": "x", "data_source": name} for n in range(count)]
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    sources = [str(tmp_path / f"{name}.jsonl") for name in "ab"]
+    data = DataSettings.model_validate({"source": sources, "weights": [0.5, 3], "filter": filter_, "held_out_fraction": 0})
+    source = prepare(open_rows(data), data, CODEC, seed=1, max_prompt_tokens=20).source
+    assert source.num_tasks == 45
+    ids = _ids(source, 90)
+    counts = {task_id: ids.count(task_id) for task_id in ids}
+    assert sorted(counts.values()) == [1] * 30 + [6] * 10
+    assert {count for task_id, count in counts.items() if task_id.startswith("b/")} == {6}
