@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from agent_loop.engine import NO_VERSION, SamplingParams
 from agent_loop.errors import BadGeneration
-from agent_loop.vllm_wire import decode_response, encode_request
+from agent_loop.vllm_wire import decode_prompt_logprobs, decode_response, encode_request
 
 
 def entry(token: int, logprob: Any, *top: tuple[int, Any]) -> dict[str, Any]:
@@ -139,3 +139,43 @@ def test_no_json_makes_the_decoder_raise_anything_else(value: Any) -> None:
             decode_response(body, request_id="r").validate("r")
         except BadGeneration:
             pass
+
+
+def test_a_request_may_name_an_adapter_and_have_its_prompt_scored() -> None:
+    sampling = SamplingParams(temperature=1.0, max_tokens=1, seed=0)
+    body = orjson.loads(
+        encode_request(np.array([1, 2], np.int32), sampling, request_id="r", model="adapter", scores_prompt=True)
+    )
+    assert body["model"] == "adapter"
+    assert body["sampling_params"]["prompt_logprobs"] == 0
+    plain = orjson.loads(encode_request(np.array([1, 2], np.int32), sampling, request_id="r"))
+    assert "model" not in plain
+    assert "prompt_logprobs" not in plain["sampling_params"]
+
+
+def scored(*entries: Any) -> bytes:
+    return orjson.dumps({"prompt_logprobs": list(entries)})
+
+
+def test_prompt_logprobs_are_those_of_the_prompts_own_tokens() -> None:
+    """The likeliest token may stand beside each."""
+    body = scored(None, {"7": {"logprob": -0.1}, "5": {"logprob": -2.5}}, {"6": {"logprob": -1.0}})
+    assert decode_prompt_logprobs(body, [4, 5, 6], request_id="r") == [-2.5, -1.0]
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"{",
+        b"[]",
+        b"{}",
+        scored(),
+        scored(None, {"7": {"logprob": -0.1}}),
+        scored(None, {"5": {"logprob": -9999.0}}),
+        scored(None, {"5": {"logprob": None}}),
+        scored(None, {"5": {"logprob": -1.0}}, {"6": {"logprob": -1.0}}),
+    ],
+)
+def test_prompt_logprobs_that_are_not_all_there_are_an_error(body: bytes) -> None:
+    with pytest.raises(BadGeneration, match="request r"):
+        decode_prompt_logprobs(body, [4, 5], request_id="r")
