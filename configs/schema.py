@@ -283,7 +283,8 @@ class WeightSyncSettings(Section):
     )
     verify: Literal["always", "first", "never"] = Field(
         "always",
-        description="When receivers compute checksums of what arrived: with each version, with the first one only, or never.",
+        description="When receivers compute checksums of what arrived, and engines read a sample of what they loaded back from "
+        "their model: with each version, with the first one only, or never.",
     )
     encoding: Literal["auto", "full", "delta"] = Field(
         "auto",
