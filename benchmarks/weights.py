@@ -23,7 +23,7 @@ import structlog
 import torch
 
 from benchmarks.weights_model import SHAPES, Model
-from benchmarks.weights_peers import gloo_seconds, memcpy_seconds, request_reply_seconds, tmpfs_seconds
+from benchmarks.weights_peers import cast_seconds, gloo_seconds, memcpy_seconds, request_reply_seconds, tmpfs_seconds
 from benchmarks.weights_receivers import Receivers, available_bytes, receivers
 from benchmarks.weights_transports import Case, Figures, measure
 from weight_sync import WeightSyncError
@@ -81,9 +81,11 @@ class Bench:
         self._repetitions = repetitions
         self._memcpy_s = 0.0
 
-    def memcpy(self, size: str, model: Model) -> None:
+    def limits(self, size: str, model: Model) -> None:
         self._memcpy_s = memcpy_seconds(model.num_bytes, self._repetitions)
         self._add("memcpy", size, model, 0, self._memcpy_s, None)
+        if model.is_cast:
+            self._add("cast alone", size, model, 0, cast_seconds(model, self._repetitions), None)
 
     def peers(self, size: str, model: Model, num: int) -> None:
         ways: tuple[tuple[str, Callable[..., float], int], ...] = (
@@ -159,6 +161,8 @@ def ratios(rows: Sequence[Row], engine: dict[str, dict[str, float]] | None) -> d
         pairs = (
             ("shared_memory unverified, of memcpy (target 0.70)", "memcpy", 0, "shared_memory unverified", 1),
             ("shared_memory verified, of memcpy (target 0.55)", "memcpy", 0, "shared_memory", 1),
+            ("shared_memory unverified, of the cast alone", "cast alone", 0, "shared_memory unverified", 1),
+            ("shared_memory verified, of the cast alone", "cast alone", 0, "shared_memory", 1),
             ("shared_memory, over request-reply (target 3)", "request-reply 512 MB", 1, "shared_memory", 1),
             ("shared_memory to 4, over 4 copies", "memcpy", 0, "shared_memory", 4),
         )
@@ -214,7 +218,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         bench = Bench(fleet, repetitions=arguments.repetitions or (3 if quick else 7))
         for size in arguments.sizes or (QUICK_SIZES if quick else SIZES):
             model = Model(SHAPES[size], getattr(torch, arguments.source))
-            bench.memcpy(size, model)
+            bench.limits(size, model)
             for case in cases(arguments.parts, num_receivers):
                 bench.sync(size, model, case)
             for num in num_receivers if "peers" in arguments.parts else ():

@@ -74,6 +74,11 @@ class Model:
         self.num_bytes = 2 * total
         self._steps = 0
 
+    @property
+    def is_cast(self) -> bool:
+        """Whether the weights travel in another dtype than they have."""
+        return self._pool.dtype is not torch.bfloat16
+
     def step(self, share: float = 0.0) -> None:
         """Change one small tensor, and a share of all elements by one part in a hundred."""
         self._steps += 1

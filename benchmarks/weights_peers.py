@@ -1,6 +1,7 @@
 """What weight sync is measured against, in the same run: a copy in memory, and other ways to bring tensors to processes.
 
 - `memcpy`: one thread, both buffers faulted in: the limit.
+- `cast`: float32 to bfloat16, one thread, into memory that is reused: the limit for weights that have to be cast.
 - `request_reply`: bucket by bucket in lock step, as verl hands weights to an engine of the same host: a buffer of shared
   memory made for each sync, filled with cast tensors; a request names what lies in it; the other side copies it out, replies.
 - `tmpfs`: a safetensors file written to /dev/shm, mapped and copied out.
@@ -38,7 +39,18 @@ def memcpy_seconds(num_bytes: int, repetitions: int) -> float:
     """Of `num_bytes`; measured on at most 1 GiB."""
     measured = min(num_bytes, MAX_COPY_BYTES)
     source, destination = np.ones(measured, np.uint8), np.ones(measured, np.uint8)
-    return least_seconds(lambda: np.copyto(destination, source), max(3, repetitions)) * num_bytes / measured
+    return least_seconds(lambda: np.copyto(destination, source), max(10, repetitions)) * num_bytes / measured
+
+
+def cast_seconds(model: Model, repetitions: int) -> float:
+    """One thread, tensor by tensor."""
+    destination = torch.ones(max(tensor.numel() for tensor in model.tensors.values()), dtype=torch.bfloat16)
+
+    def cast() -> None:
+        for tensor in model.tensors.values():
+            destination[: tensor.numel()].copy_(tensor.view(-1))
+
+    return least_seconds(cast, max(10, repetitions))
 
 
 def prepare(desk: Desk, *, num_bytes: int) -> None:
