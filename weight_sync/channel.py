@@ -70,6 +70,15 @@ class SendChannel(Protocol):
 
 
 @runtime_checkable
+class ViewChannel(SendChannel, Protocol):
+    """A sender's end that can send bytes from where they lie, in place of those in the bucket."""
+
+    def send_view(self, kind: BucketKind, sequence: int, *, payload: torch.Tensor, header: bytes) -> None:
+        """As `send_bucket`, with `payload`, uint8[bytes] of a CPU, which must stay as it is until the end of the transfer."""
+        ...
+
+
+@runtime_checkable
 class LendingChannel(SendChannel, Protocol):
     """A sender's end that can pass the memory itself, where it is `Memory.is_lendable`, in place of its bytes."""
 

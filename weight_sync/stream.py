@@ -17,7 +17,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from weight_sync.buckets import BucketLayout, Encoding, Piece, decode_header, encode_header
-from weight_sync.channel import Bucket, BucketKind, ReceiveChannel, SendChannel, StreamEnd
+from weight_sync.channel import Bucket, BucketKind, ReceiveChannel, SendChannel, StreamEnd, ViewChannel
 from weight_sync.delta import apply_delta
 from weight_sync.errors import DeltaRefused, IntegrityError, ProtocolError
 from weight_sync.manifest import Manifest, TensorSpec
@@ -45,6 +45,9 @@ class _BucketWriter:
 
     def __init__(self, channel: SendChannel, policy_version: int) -> None:
         self._channel = channel
+        self._views = channel if isinstance(channel, ViewChannel) else None
+        self._view: torch.Tensor | None = None
+        """What is sent from where it lies, as the bucket's only piece."""
         self._policy_version = policy_version
         self._layout = BucketLayout(channel.bucket_bytes)
         self._memory: torch.Tensor | None = None
@@ -64,7 +67,10 @@ class _BucketWriter:
         def checksum_at_end() -> int:
             return hasher.intdigest() if checksum is None and hasher is not None else checksum or 0
 
-        return self._write(index, spec, Encoding.FULL, spec.num_bytes, fill, checksum_at_end)
+        lasting: torch.Tensor | None = None
+        if hasher is None and self._views is not None and source.is_contiguous() and source.dtype is spec.dtype:
+            lasting = source.view(-1).view(torch.uint8) if source.is_cpu and source.numel() else None
+        return self._write(index, spec, Encoding.FULL, spec.num_bytes, fill, checksum_at_end, lasting)
 
     def write_delta(self, index: int, spec: TensorSpec, delta: NDArray[np.uint8], checksum: int) -> int:
         """Send what changed in a tensor; `checksum` is that of the tensor."""
@@ -83,8 +89,12 @@ class _BucketWriter:
         total: int,
         fill: Callable[[torch.Tensor, int], None],
         checksum_at_end: Callable[[], int],
+        lasting: torch.Tensor | None = None,
     ) -> int:
-        """Cut `total` bytes into pieces; `fill` writes those from an offset on to a window of a bucket."""
+        """Cut `total` bytes into pieces; `fill` writes those from an offset on to a window of a bucket.
+
+        `lasting` has the same bytes, as memory that need not be copied: a piece that takes a whole bucket is sent from there.
+        """
         offset = checksum = 0
         while True:
             placed = self._layout.place(spec, total - offset)
@@ -94,7 +104,9 @@ class _BucketWriter:
             position, length = placed
             if self._memory is None:
                 self._memory = self._channel.next_bucket()
-            if length:
+            if lasting is not None and position == 0 and offset + length < total:
+                self._view = lasting[offset : offset + length]
+            elif length:
                 fill(self._memory[position : position + length], offset)
             done = offset + length == total
             if done:
@@ -120,8 +132,13 @@ class _BucketWriter:
         if not self._pieces:
             return
         header = encode_header(self._pieces, sequence=self.num_sent, policy_version=self._policy_version)
-        self._channel.send_bucket(BucketKind.WEIGHTS, self.num_sent, payload_bytes=self._layout.payload_end, header=header)
+        if self._view is not None and self._views is not None:
+            assert len(self._pieces) == 1, "a cut tensor fills its bucket"
+            self._views.send_view(BucketKind.WEIGHTS, self.num_sent, payload=self._view, header=header)
+        else:
+            self._channel.send_bucket(BucketKind.WEIGHTS, self.num_sent, payload_bytes=self._layout.payload_end, header=header)
         self.num_sent += 1
+        self._view = None
         self._memory = None
         self._pieces.clear()
         self._layout = BucketLayout(self._channel.bucket_bytes)

@@ -19,6 +19,7 @@ import numpy as np
 import structlog
 import torch
 import zmq
+from numpy.typing import NDArray
 from zmq.utils import z85
 
 from configs.bus_address import is_loopback
@@ -199,11 +200,18 @@ class TcpSender:
         return self.ring[self._num_sent % len(self.ring)]
 
     def send_bucket(self, kind: BucketKind, sequence: int, *, payload_bytes: int, header: bytes) -> None:
+        self._send(kind, sequence, self._memory[self._num_sent % len(self.ring), :payload_bytes], header)
+
+    def send_view(self, kind: BucketKind, sequence: int, *, payload: torch.Tensor, header: bytes) -> None:
+        """See `ViewChannel`."""
+        self._send(kind, sequence, payload.numpy(), header)
+
+    def _send(self, kind: BucketKind, sequence: int, payload: NDArray[np.uint8], header: bytes) -> None:
         self._session.place = f"sending bucket {self._num_sent}"
         self._session.send(
             BucketHead(kind=kind, sequence=sequence, header=header),
             stripe=self._num_sent % self._session.hello.num_stripes,
-            payload=self._memory[self._num_sent % len(self.ring), :payload_bytes],
+            payload=payload,
         )
         self._num_sent += 1
 
