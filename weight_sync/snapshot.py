@@ -6,6 +6,7 @@ Invariant: a snapshot does not change while it is held; the trainer may go on tr
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
 import torch
@@ -15,7 +16,8 @@ from weight_sync.arena import Arena
 from weight_sync.manifest import Manifest, TensorSpec
 from weight_sync.tensors import copy_flat, wire_dtype_of, without_aliases
 
-_CHUNK_BYTES = 4 << 20
+_NUM_HASHING = 2
+"""Threads that hash what has been copied while the next tensor is: the copy is bound by memory, the hash is not."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,23 +47,16 @@ def take_snapshot(
     arena.reset()
     aliases: list[tuple[str, str]] = []
     specs: list[TensorSpec] = []
-    checksums: list[int] = []
+    hashes: list[Future[int]] = []
     tensors: list[torch.Tensor] = []
-    for name, tensor in without_aliases(named_tensors, aliases):
-        spec = TensorSpec(name=name, dtype=wire_dtype_of(tensor, dtype), shape=tuple(tensor.shape))
-        memory = arena.take(spec.num_bytes)
-        checksums.append(_copy_in(memory, spec, tensor))
-        specs.append(spec)
-        tensors.append(memory.view(spec.dtype).view(spec.shape))
-    manifest = Manifest(specs=tuple(specs), checksums=tuple(checksums), aliases=tuple(aliases))
+    with ThreadPoolExecutor(_NUM_HASHING, thread_name_prefix="weights-hash") as pool:
+        for name, tensor in without_aliases(named_tensors, aliases):
+            spec = TensorSpec(name=name, dtype=wire_dtype_of(tensor, dtype), shape=tuple(tensor.shape))
+            memory = arena.take(spec.num_bytes)
+            copy_flat(memory.view(spec.dtype), tensor, 0)
+            hashes.append(pool.submit(xxhash.xxh3_64_intdigest, memory.numpy().data))
+            specs.append(spec)
+            tensors.append(memory.view(spec.dtype).view(spec.shape))
+        checksums = tuple(digest.result() for digest in hashes)
+    manifest = Manifest(specs=tuple(specs), checksums=checksums, aliases=tuple(aliases))
     return Snapshot(policy_version=policy_version, manifest=manifest, tensors=tuple(tensors))
-
-
-def _copy_in(memory: torch.Tensor, spec: TensorSpec, tensor: torch.Tensor) -> int:
-    """Copy and hash chunk by chunk, so that the hash finds most of it in the processor's cache; returns the checksum."""
-    hasher = xxhash.xxh3_64()
-    for start in range(0, spec.num_bytes, _CHUNK_BYTES):
-        window = memory[start : start + _CHUNK_BYTES]
-        copy_flat(window.view(spec.dtype), tensor, start // spec.dtype.itemsize)
-        hasher.update(window.numpy().data)
-    return hasher.intdigest()
