@@ -276,11 +276,6 @@ class WeightSyncSettings(Section):
     directory: Path | None = Field(
         None, description="Where the transport `file` writes each version; null: beside the sockets of the run."
     )
-    snapshot: Literal["always", "never"] = Field(
-        "always",
-        description="`always`: a copy of a version is sent, so that training goes on meanwhile. `never`: no memory for a copy, "
-        "the trainer waits until its weights have left.",
-    )
     verify: Literal["always", "first", "never"] = Field(
         "always",
         description="When receivers compute checksums of what arrived, and engines read a sample of what they loaded back from "

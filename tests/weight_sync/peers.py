@@ -1,7 +1,7 @@
 """The two ends of a transfer as processes of their own, for tests that kill them.
 
-`python -m tests.weight_sync.peers engine ADDRESS VERSION [HOW]` and `... server DIR`. Each prints a line when it is where
-the test wants it, and then waits to be killed.
+`python -m tests.weight_sync.peers engine ADDRESS VERSION [HOW]` and `... server DIR [TRANSPORT]`. Each prints a line when
+it is where the test wants it, and then waits to be killed.
 """
 
 from __future__ import annotations
@@ -64,8 +64,8 @@ def run_engine(address: str, version: int, how: str) -> None:
     say("received")
 
 
-def run_server(directory: Path) -> None:
-    settings = WeightSyncSettings(bucket_bytes=1 << 16)
+def run_server(directory: Path, transport: str) -> None:
+    settings = WeightSyncSettings.model_validate({"bucket_bytes": 1 << 16, "transport": transport})
     server = WeightServer(
         settings, socket_dir=directory, dtype=torch.float32, on_staged=lambda report: None, on_failed=lambda failure: None
     )
@@ -81,4 +81,4 @@ if __name__ == "__main__":
     if sys.argv[1] == "engine":
         run_engine(sys.argv[2], int(sys.argv[3]), sys.argv[4] if len(sys.argv) > 4 else "")
     else:
-        run_server(Path(sys.argv[2]))
+        run_server(Path(sys.argv[2]), sys.argv[3] if len(sys.argv) > 3 else "shared_memory")
