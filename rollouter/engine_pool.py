@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 import structlog
+import xxhash
 
 from agent_loop.engine import NO_VERSION, Generation, SamplingParams
 from agent_loop.errors import BadGeneration, EngineError, EngineUnavailable
@@ -408,7 +409,7 @@ class EnginePool:
     async def _generate_once(self, prompt_ids: npt.NDArray[np.int32], sampling: SamplingParams, request_id: str) -> Generation:
         session = session_of(request_id)
         turn = self._open_turns.take_up(session, num_tokens=int(prompt_ids.size))
-        member = await self._seat(session, turn)
+        member = await self._seat(session, turn, prompt_ids)
         num_doubts = member.num_doubts
         assert member.held is not None, f"{member.name} serves without weights"
         asked = salt_of(turn, member=member, held=member.held, mode=self._partial_rollout())
@@ -438,13 +439,13 @@ class EnginePool:
             self._limits.took(member, time.monotonic() - started_at, int(generation.token_ids.size))
         return with_provenance(generation, asked=asked, held=member.held or asked, fresh=member.fresh)
 
-    async def _seat(self, session: str, turn: OpenTurn | None) -> Member:
+    async def _seat(self, session: str, turn: OpenTurn | None, prompt_ids: npt.NDArray[np.int32]) -> Member:
         """The seat that the turn has kept, if its engine may be asked now; else a new one."""
         if turn is not None:
             if goes_on_here(turn, newest=self._seats.version_at(turn.member)):
                 return turn.member
             self._seats.give_back(turn.member)
-        return await self._seats.take(session)
+        return await self._seats.take(session, prompt=xxhash.xxh3_64_intdigest(prompt_ids.data))
 
     # ── what is seen from outside ────────────────────────────────────────────────────────────────────────────────────
 

@@ -1,5 +1,6 @@
-"""Who gets the next request: the engine that has the KV cache of what the request goes on from, or the least loaded one that
-serves. Those that go on come first, then the others in order of arrival. Pure but for the futures it fills.
+"""Who gets the next request: the engine that has the KV cache of what the request goes on from, the one that has read the same
+prompt for a sibling, unless it is loaded beyond its share, or the least loaded one that serves. Those that go on come first,
+then the others in order of arrival. Pure but for the futures it fills.
 
 Invariant: an engine has at most as many requests as it decodes together, so none waits inside an engine, where it would pass
 from one policy version to the next unseen; those beyond wait here. Rollouts that have begun are not held up by those that have
@@ -10,20 +11,31 @@ that have not switched serve on, but never a session that has seen the newer ver
 from __future__ import annotations
 
 import asyncio
+import math
 from collections import OrderedDict, deque
 from collections.abc import Sequence
+from fractions import Fraction
 
 from rollouter.engine_member import EngineState, Held, Member
 
 _REMEMBERED = 4096
-"""Sessions of which the engine that served them last is known."""
+"""Sessions, and prompts, of which the engine that served them last is known."""
+_SHARE = Fraction(5, 4)
+"""How far beyond its even share an engine may be loaded by prompts that it has read already. Mirrokni, Thorup and
+Zadimoghaddam, "Consistent Hashing with Bounded Loads" (2018): the bound is ceil(c m / n) with c > 1."""
 
 
 def least_loaded(
-    members: Sequence[Member], held: Held | None, *, before: Member | None = None, also: Held | None = None
+    members: Sequence[Member],
+    held: Held | None,
+    *,
+    before: Member | None = None,
+    also: Held | None = None,
+    home: Member | None = None,
 ) -> Member | None:
-    """The serving engine that holds `held` and has a free seat: `before` if it is one, else the one with the smallest share of
-    its seats taken. Those that hold `also` count too, unless the engine before holds something else."""
+    """The serving engine that holds `held` and has a free seat: `before` if it is one, else `home` if that is one and not
+    loaded beyond its share, else the one with the smallest share of its seats taken. Those that hold `also` count too, unless
+    the engine before holds something else."""
     if before is not None and before.held != also:
         also = None
     free = [
@@ -35,11 +47,20 @@ def least_loaded(
     ]
     if before is not None and before in free:
         return before
+    if home is not None and home in free and home.in_flight < _bound(home, members):
+        return home
     return min(free, key=lambda member: member.in_flight / member.max_requests, default=None)
 
 
-Waiting = tuple[asyncio.Future[Member], str]
-"""And its session."""
+def _bound(home: Member, members: Sequence[Member]) -> int:
+    """Requests that `home` may have, this one included, before its prompts' siblings go elsewhere."""
+    serving = [member for member in members if member.state is EngineState.SERVING]
+    load = sum(member.in_flight for member in serving) + 1
+    return math.ceil(_SHARE * load * home.max_requests / sum(member.max_requests for member in serving))
+
+
+Waiting = tuple[asyncio.Future[Member], str, int | None]
+"""Its session, and which prompt it begins with."""
 
 
 class Seats:
@@ -51,6 +72,8 @@ class Seats:
         self._waiting: deque[Waiting] = deque()
         self._served_by: OrderedDict[str, Member] = OrderedDict()
         """By session; the one that was served last comes last."""
+        self._homes: OrderedDict[int, tuple[Member, Held | None]] = OrderedDict()
+        """By prompt: who read it last, and under which weights."""
         self._lost: Exception | None = None
         self.held: Held | None = None
         """The version that counts: the one committed last. Engines that hold another one get nothing."""
@@ -61,13 +84,15 @@ class Seats:
     def num_waiting(self) -> int:
         return len(self._going_on) + len(self._waiting)
 
-    async def take(self, session: str = "") -> Member:
-        """A seat for a request of `session`; waits for one. Give it back with `give_back`. Raises what `fail` was told."""
+    async def take(self, session: str = "", *, prompt: int | None = None) -> Member:
+        """A seat for a request of `session`; waits for one. Give it back with `give_back`. `prompt` tells equal prompts of
+        different sessions. Raises what `fail` was told."""
         if self._lost is not None:
             raise self._lost
         queue = self._going_on if session in self._served_by else self._waiting
         future: asyncio.Future[Member] = asyncio.get_running_loop().create_future()
-        queue.append((future, session))
+        entry = (future, session, prompt)
+        queue.append(entry)
         self.refresh()
         if future.done():
             return future.result()
@@ -76,8 +101,8 @@ class Seats:
         except asyncio.CancelledError:
             if future.done() and not future.cancelled() and future.exception() is None:
                 self.give_back(future.result())
-            elif (future, session) in queue:
-                queue.remove((future, session))
+            elif entry in queue:
+                queue.remove(entry)
             raise
 
     def give_back(self, member: Member) -> None:
@@ -88,10 +113,10 @@ class Seats:
         """Hand free seats to those that wait: first those that go on, then the others, each first come first served."""
         while (found := self._next()) is not None:
             queue, entry, member = found
-            future, session = entry
+            future, session, prompt = entry
             member.enter()
             queue.remove(entry)
-            self._remember(session, member)
+            self._remember(session, prompt, member)
             future.set_result(member)
 
     def _next(self) -> tuple[deque[Waiting], Waiting, Member] | None:
@@ -101,7 +126,9 @@ class Seats:
             while queue and queue[0][0].done():
                 queue.popleft()
             for entry in queue:
-                member = least_loaded(self._members, self.held, before=self._served_by.get(entry[1]), also=self.also)
+                before = self._served_by.get(entry[1])
+                home = None if before is not None or entry[2] is None else self._home_of(entry[2])
+                member = least_loaded(self._members, self.held, before=before, also=self.also, home=home)
                 if member is not None and not entry[0].done():
                     return queue, entry, member
                 if self.also is None or self._is_full():
@@ -119,12 +146,22 @@ class Seats:
         """No engine will ever serve again: whoever waits, or comes later, gets `error`."""
         self._lost = error
         for queue in (self._going_on, self._waiting):
-            for future, _ in queue:
+            for future, _, _ in queue:
                 if not future.done():
                     future.set_exception(error)
             queue.clear()
 
-    def _remember(self, session: str, member: Member) -> None:
+    def _home_of(self, prompt: int) -> Member | None:
+        """The engine whose cache still holds the prompt as its weights read it."""
+        member, held = self._homes.get(prompt, (None, None))
+        return member if member is not None and member.held == held else None
+
+    def _remember(self, session: str, prompt: int | None, member: Member) -> None:
+        if prompt is not None:
+            self._homes[prompt] = (member, member.held)
+            self._homes.move_to_end(prompt)
+            if len(self._homes) > _REMEMBERED:
+                self._homes.popitem(last=False)
         if not session:
             return
         self._served_by[session] = member

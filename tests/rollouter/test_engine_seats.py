@@ -258,3 +258,34 @@ def test_no_session_ever_goes_back_to_an_older_version(plan: list[tuple[str, int
             task.cancel()
 
     asyncio.run(play())
+
+
+async def test_siblings_go_where_their_prompt_was_read() -> None:
+    members = [member(f"engine-{number}", seats=8) for number in range(4)]
+    seats = seats_of(*members)
+    for number in range(16):
+        await seats.take(f"other{number}")
+    first = await seats.take("a0", prompt=7)
+    assert await seats.take("a1", prompt=7) is first
+    assert await seats.take("b0", prompt=8) is not first
+
+
+async def test_a_prompt_does_not_load_its_engine_beyond_its_share() -> None:
+    """However many siblings a group has, and however long a system prompt all tasks share, no engine is left idle."""
+    members = [member(f"engine-{number}", seats=64) for number in range(4)]
+    seats = seats_of(*members)
+    for number in range(100):
+        await seats.take(f"r{number}", prompt=7)
+        load = [one.in_flight for one in members]
+        assert max(load) <= -(-5 * (number + 1) // (4 * len(members))) + 1
+    assert min(load) > 0
+
+
+async def test_other_weights_have_not_read_the_prompt() -> None:
+    members = [member("engine-0", seats=8), member("engine-1", seats=8)]
+    seats = seats_of(*members)
+    assert await seats.take("a0", prompt=7) is members[0]
+    for one in members:
+        one.held = V2
+    seats.held = V2
+    assert await seats.take("a1", prompt=7) is members[1]
