@@ -29,6 +29,8 @@ from sample_bus.messages import (
 from sample_bus.protocols import Control
 
 _RECENT_CHANGES = 5
+_LATE_MS = 250.0
+"""Lag of the rollouter's event loop from which on it is said."""
 
 
 def status(run: LiveRun, *, as_json: bool, timeout_s: float) -> int:
@@ -147,6 +149,8 @@ def _rollouter_rows(state: State) -> list[tuple[str, str]]:
         ("rollouts", f"admitted {counts.admitted}, in flight {counts.in_flight}, offered {counts.offered}, {failed}"),
         ("generation", f"{number(rollouter.generated_tokens_per_s)} tokens/s, {rollouter.generated_tokens:,} tokens so far"),
     ]
+    if rollouter.loop_lag_ms >= _LATE_MS:
+        rows.append(("", f"its event loop was late by {rollouter.loop_lag_ms:.0f} ms: something blocks it, see its log"))
     recovery = rollouter.recovery
     if recovery is not None:
         replies = f"{recovery.continued} replies went on, {recovery.restarted} began anew"

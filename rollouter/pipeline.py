@@ -23,6 +23,7 @@ from rollouter.engines import EngineFleet
 from rollouter.evaluation import Evaluator
 from rollouter.follow import Follower
 from rollouter.live import LiveView
+from rollouter.loop_lag import LoopLag
 from rollouter.loops import Loops, setup_of
 from rollouter.prompts import Issue, Prompts
 from rollouter.reports import Reports
@@ -77,6 +78,7 @@ class Pipeline:
         self._situation = Situation()
         self._phase: tuple[RollouterState, str] | None = (RollouterState.STARTING, "")
         self._rate = Rate()
+        self._lag = LoopLag()
         self._wakened = asyncio.Event()
         self._prompts: Prompts | None = None
         self._runner: Runner | None = None
@@ -160,6 +162,7 @@ class Pipeline:
                     self._evaluator.run(),
                     self._checker.run(),
                     self._watch_rejections(),
+                    self._lag.run(),
                 )
             ]
             while not await self._play_run():
@@ -266,6 +269,7 @@ class Pipeline:
             engines=self._fleet.statuses(),
             generated_tokens=self._fleet.generated_tokens,
             generated_tokens_per_s=self._rate.per_s(),
+            loop_lag_ms=round(self._lag.recent_ms, 1),
             recovery=None if self.run_in_hand is None else self.run_in_hand.keeper.recovery,
             incarnation=self._admission.incarnation,
             oldest_in_flight_version=None if self.run_in_hand is None else self.run_in_hand.dispatcher.oldest_in_flight(),

@@ -407,6 +407,8 @@ class RollouterStatus(Message):
     generated_tokens: int = 0
     generated_tokens_per_s: float = 0.0
     """Over the last 10 s."""
+    loop_lag_ms: float = 0.0
+    """How late its event loop was at most in the last 10 s."""
     recovery: Recovery | None = None
     """None in the first process of a run."""
 

@@ -69,6 +69,7 @@ class Intake:
         self._consumer = consumer
         self._groups_per_step = groups_per_step
         self._gate = gate
+        self._rollouter: RollouterStatus | None = None
         self._assembler = assembler
         self._signal = signal or SignalFilter()
         self._journal = journal
@@ -141,9 +142,21 @@ class Intake:
                 pass  # held long enough
 
     def take_status(self, status: RollouterStatus) -> None:
-        """What the rollouter says of what it has in flight."""
+        """What the rollouter says of itself and of what it has in flight."""
+        self._rollouter = status
         if self._gate.take_status(status):
             self._changed.set()
+
+    def rollouter_row(self) -> dict[str, float]:
+        """What the rollouter said last, for a step's metrics; nothing before it said anything."""
+        status = self._rollouter
+        if status is None:
+            return {}
+        return {
+            "rollouter/in_flight": status.counts.in_flight,
+            "rollouter/generated_tokens_per_s": status.generated_tokens_per_s,
+            "rollouter/loop_lag_ms": status.loop_lag_ms,
+        }
 
     def note_streams(self, position: BusPosition) -> None:
         """Producers came back. One that has lost its stream opened another, the last of its own in `position`: groups of the

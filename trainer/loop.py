@@ -284,6 +284,7 @@ class TrainingLoop:
             "queued_s_mean": float(np.mean(queued_s)),
             "queued_s_max": max(queued_s),
             **self._intake.signal_row(),
+            **self._intake.rollouter_row(),
             **row_of(self._intake.bias()),
             **{f"seconds_{activity}": spent for activity, spent in self._clock.seconds().items()},
         }
