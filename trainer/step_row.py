@@ -71,6 +71,7 @@ def metrics_row(samples: Sequence[Sample], summary: StepSummary, report: StepRep
         "admitted_revision_max": int(revisions.max()),
         "staleness_max_of_newest_revision": int(staleness[revisions == revisions.max()].max()),
         **reward_parts(samples),
+        **loop_counts(samples),
     }
 
 
@@ -81,6 +82,21 @@ def reward_parts(samples: Sequence[Sample]) -> dict[str, float]:
         f"reward/{name}": float(np.mean([sample.reward_parts[name] for sample in samples if name in sample.reward_parts]))
         for name in names
     }
+
+
+def loop_counts(samples: Sequence[Sample]) -> dict[str, float]:
+    """What agent loops counted: `rollout/NAME`, the mean over all samples, with turns and segments; `tool_parse_error_rate`,
+    the share of tool calls that could not be read or made, where there was a call."""
+    totals: dict[str, int] = {}
+    for sample in samples:
+        for name, count in sample.counts.items():
+            totals[name] = totals.get(name, 0) + count
+    row = {f"rollout/{name}": total / len(samples) for name, total in sorted(totals.items())}
+    row["num_turns_mean"] = float(np.mean([sample.num_turns for sample in samples]))
+    row["num_segments_mean"] = float(np.mean([sample.num_segments for sample in samples]))
+    if totals.get("tool_calls"):
+        row["tool_parse_error_rate"] = totals.get("tool_parse_errors", 0) / totals["tool_calls"]
+    return row
 
 
 def _staleness(samples: Sequence[Sample], policy_version: int) -> npt.NDArray[np.int64]:

@@ -77,7 +77,7 @@ async def test_an_environment_that_raises_or_hangs_fails_its_own_rollout() -> No
     """B161, B162"""
     with pytest.raises(ValueError, match="invalid literal"):
         await EnvironmentLoop(Guess, ToolSettings()).run(TASK, session_of("x"))
-    with pytest.raises(TimeoutError, match="an environment's step gave no result within 0.2 s"):
+    with pytest.raises(TimeoutError, match=r"an environment.s step gave no result within 0\.2 s"):
         await EnvironmentLoop(Stuck, ToolSettings(timeout_s=0.2)).run(TASK, session_of("3"))
 
 
