@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import gc
 import json
 import random
 import statistics
@@ -102,15 +103,16 @@ def plan_of(number: int, reply_tokens: int) -> Plan:
     )
 
 
-async def always(in_flight: int, total: int, play: Callable[[int], Awaitable[int]]) -> float:
-    """Tokens per second of `total` plays, so many at once."""
+async def always(in_flight: int, total: int, play: Callable[[int], Awaitable[int]], *, apart_s: float = 0.0) -> float:
+    """Tokens per second of `total` plays, so many at once; the first of them begin `apart_s` after each other."""
     numbers = iter(range(total))
 
-    async def work() -> int:
+    async def work(delay_s: float) -> int:
+        await asyncio.sleep(delay_s)
         return sum([await play(number) for number in numbers])
 
     started = time.monotonic()
-    tokens = await asyncio.gather(*(work() for _ in range(in_flight)))
+    tokens = await asyncio.gather(*(work(number * apart_s) for number in range(in_flight)))
     return sum(tokens) / (time.monotonic() - started)
 
 
@@ -208,9 +210,11 @@ async def ceiling(in_flight: int, reply_tokens: int, total: int) -> Ceiling:
         return 1
 
     await always(in_flight, in_flight, play)
+    gc.collect()
+    gc.freeze()  # as the daemon does
     beating = asyncio.create_task(lag.run())
     cpu_s = time.process_time()
-    per_s = await always(in_flight, total, play)
+    per_s = await always(in_flight, total, play, apart_s=FAKE_REPLY_S / in_flight)
     cpu_s = time.process_time() - cpu_s
     beating.cancel()
     return Ceiling(
