@@ -235,7 +235,7 @@ class RollouterDaemon:
         engines = len(self._settings.engine.urls) or self._settings.engine.num_engines
         pipeline.enter(RollouterState.STARTING_ENGINES, f"{engines} engines")
         await self._fleet.start(model_dir, dtype)
-        gc.freeze()  # what stays for good need not be looked through again: a full collection took a tenth of a second
+        gc.freeze()  # what stays for good need not be looked through by each full collection, which stops the loop
         pipeline.enter(None, "")
         await pipeline.run()
 
