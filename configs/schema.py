@@ -478,7 +478,7 @@ class ToolSettings(Section):
         description="Where the chat template writes earlier turns in another way than they were sampled: `template` follows it "
         "and begins a new segment; `append` leaves the history as it was sampled.",
     )
-    max_turns: int = live(8, Scope.NEXT_ROLLOUT, ge=1, le=10_000, description="Turns of one rollout at most.")
+    max_turns: int = Field(8, ge=1, le=10_000, description="Turns of one rollout at most.")
     max_calls_per_turn: int = Field(8, ge=1, description="Calls of one turn that are executed; those beyond are refused.")
     max_calls: int = Field(64, ge=1, description="Calls of one rollout that are executed; those beyond are refused.")
     timeout_s: float = Field(30.0, gt=0, description="Deadline of one call.")

@@ -16,7 +16,7 @@ def test_the_shipped_loop_loads() -> None:
 @pytest.mark.parametrize(
     ("path", "words"),
     [
-        ("SingleTurn", "expected `module:Class`"),
+        ("SingleTurn", ", or `module:Class`"),
         ("no.such.module:Loop", "does not import"),
         ("agent_loop.single_turn:Nothing", "expected a class with"),
         ("agent_loop.loop:load_agent_loop", "expected a class with"),
