@@ -711,3 +711,28 @@ def test_the_daemons_pool_takes_the_switch_from_the_settings_in_force(tmp_path: 
     pool = open_pool(start, live=lambda: changed, on_change=lambda: None, on_round_result=lambda result: None)
     assert isinstance(pool, EnginePool)
     assert pool._switch() == "rolling"
+
+
+@pytest.mark.parametrize(
+    ("path", "phase"),
+    [
+        ("/collective_rpc", RoundPhase.STAGE),
+        ("/update_weights", RoundPhase.COMMIT),
+        ("/finish_weight_update", RoundPhase.CONFIRM),
+    ],
+)
+async def test_each_phase_of_a_round_has_its_deadline(tmp_path: Path, path: str, phase: RoundPhase) -> None:
+    """B02: an engine that never answers is out of the round, which names the phase; the other one serves the new version."""
+    settings = WeightSyncSettings(
+        round_timeout_s=5.0, stage_timeout_s=0.3, commit_timeout_s=0.3, confirm_timeout_s=0.3, connect_timeout_s=5.0
+    )
+    async with opened(tmp_path, num_engines=2, weight_sync=settings) as s:
+        await s.sync(0)
+        s.servers[0].fail(path, "hang")
+        first, second = await s.sync(1)
+        assert (first.committed, first.phase, first.incarnation) == (False, phase, "a")
+        assert second.committed
+        assert s.pool.policy_version == 1
+        assert set((await s.generate()).versions.tolist()) == {1}
+        await eventually(lambda: any(result.committed for result in s.caught_up))
+        assert [status.policy_version for status in s.pool.statuses()] == [1, 1]
