@@ -104,7 +104,7 @@ class _BucketWriter:
             position, length = placed
             if self._memory is None:
                 self._memory = self._channel.next_bucket()
-            if lasting is not None and position == 0 and offset + length < total:
+            if lasting is not None and not self._pieces and offset + length < total:
                 self._view = lasting[offset : offset + length]
             elif length:
                 fill(self._memory[position : position + length], offset)
