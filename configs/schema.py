@@ -281,6 +281,12 @@ class WeightSyncSettings(Section):
         description="When receivers compute checksums of what arrived, and engines read a sample of what they loaded back from "
         "their model: with each version, with the first one only, or never.",
     )
+    snapshot: Literal["auto", "always", "never"] = Field(
+        "auto",
+        description="`always`: each version is copied, and training goes on at once. `never`: it is sent from the live weights "
+        "through two buckets, and the next optimizer step waits until the receivers have it, or for stage_timeout_s. `auto`: a "
+        "copy wherever 1.2 times its memory is available.",
+    )
     encoding: Literal["auto", "full", "delta"] = Field(
         "auto",
         description="`full`: all of the weights travel each time. `delta`: only what changed since the version that the "

@@ -27,6 +27,7 @@ from sample_bus.messages import (
     WeightRound,
 )
 from sample_bus.protocols import Control
+from weight_sync.tcp_address import without_secrets
 
 _RECENT_CHANGES = 5
 _LATE_MS = 250.0
@@ -69,7 +70,7 @@ def state_as_json(state: State) -> dict[str, Any]:
         "trainer": state.trainer,
         "rollouter": state.rollouter,
         "settings": state.live,
-        "round": state.round,
+        "round": state.round and state.round.model_copy(update={"address": without_secrets(state.round.address)}),
         "end": state.end,
     }
     return {

@@ -146,7 +146,7 @@ class TrainingLoop:
         self._board.enter(TrainerState.PUBLISHING, f"policy version {self.policy_version}")
         with self._clock.during(Activity.PUBLISHING):
             seconds = await self._publisher.announce(
-                self._policy.export_weights(), policy_version=self.policy_version, executor=self._executor
+                self._policy.export_weights, policy_version=self.policy_version, executor=self._executor
             )
         self._board.set(policy_version=self.policy_version, **self._account.said())
         await self._board.flush()
@@ -247,7 +247,14 @@ class TrainingLoop:
         queued_s = [time.time() - leased.received_at for leased in members]
         with self._clock.during(Activity.TRAINING):
             report: StepReport = await self._in_thread(
-                lambda: train_step(self._policy, samples, advantages, options, weights=weights)
+                lambda: train_step(
+                    self._policy,
+                    samples,
+                    advantages,
+                    options,
+                    weights=weights,
+                    before_change=self._publisher.before_change,
+                )
             )
         self._step = step
         self._journal.write(

@@ -1,14 +1,15 @@
 """Publishing policy versions: snapshot, announce, follow the engines until they have committed.
 
 Invariant: topic `round` always describes the newest version; training goes on as soon as the snapshot is taken. What becomes of
-a round is said whenever it changes (`trainer.rounds`), at its deadline too when nothing is heard; nobody waits for it.
+a round is said whenever it changes (`trainer.rounds`), at its deadline too when nothing is heard; nobody waits for it. Only
+where no snapshot is taken, the next change of the weights waits until the receivers have them (`trainer.live_gate`).
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Executor
 from pathlib import Path
 from types import TracebackType
@@ -20,9 +21,11 @@ import torch
 from configs.schema import WeightSyncSettings
 from sample_bus.messages import Accepted, RollouterStatus, RoundResult, RoundState, RoundSummary, WeightRound
 from sample_bus.protocols import ControlServer
+from trainer.live_gate import LiveGate
 from trainer.probe import Probe, ProbeReport
 from trainer.rounds import Rounds
 from weight_sync.errors import WeightSyncError
+from weight_sync.live import Read
 from weight_sync.manifest import Manifest
 from weight_sync.server import Publication, StageFailure, StageReport, WeightServer
 
@@ -48,9 +51,11 @@ class Publisher:
         on_round: Callable[[RoundSummary], None] = lambda summary: None,
         probe: Probe | None = None,
         on_probe: Callable[[ProbeReport], None] = lambda report: None,
+        on_wait: Callable[[str], None] = lambda what: None,
     ) -> None:
         """`on_version` is told each version and its digest before it is announced, `on_round` what becomes of it, whenever
-        that changes, and `on_probe` what an engine that took it made of `probe`."""
+        that changes, `on_probe` what an engine that took it made of `probe`, and `on_wait` what a change of the weights waits
+        for, empty when it goes on."""
         self._control = control
         self._probe = probe
         self._on_probe = on_probe
@@ -59,6 +64,9 @@ class Publisher:
         self._loop = loop
         self._on_version = on_version
         self._on_round = on_round
+        self._on_wait = on_wait
+        self._gate: LiveGate | None = None
+        """Of the version that is served from the live weights."""
         self._rounds = Rounds(announce_timeout_s=settings.announce_timeout_s, round_timeout_s=settings.round_timeout_s)
         self._seen_alive: frozenset[str] = frozenset()
         self._said: RoundSummary | None = None
@@ -83,10 +91,14 @@ class Publisher:
         """Stop serving; the socket is gone afterwards."""
         if self._timer is not None:
             self._timer.cancel()
+        if self._gate is not None:
+            self._gate.give_up()
         self._server.close()
 
-    async def announce(self, weights: Iterable[tuple[str, torch.Tensor]], *, policy_version: int, executor: Executor) -> float:
+    async def announce(self, weights: Read, *, policy_version: int, executor: Executor) -> float:
         """Snapshot `weights` on `executor` and announce them as `policy_version`. Returns the snapshot's seconds.
+
+        Where there is no memory for it they are served as they lie: call `before_change` before they change.
 
         Raises WeightSyncError when an earlier version is still in use beyond its deadline.
         """
@@ -95,7 +107,10 @@ class Publisher:
         def publish() -> Publication:
             if probe is not None:
                 probe.score(policy_version)
-            return self._server.publish(weights, policy_version=policy_version)
+            why_live = self._server.why_live(weights)
+            if why_live:
+                return self._server.publish_live(weights, policy_version=policy_version, why=why_live)
+            return self._server.publish(weights(), policy_version=policy_version)
 
         publication = await self._loop.run_in_executor(executor, publish)
         self._round = WeightRound(
@@ -108,6 +123,17 @@ class Publisher:
             announced_at=time.time(),
             probe_ids=() if probe is None else probe.ids,
         )
+        if self._gate is not None:  # nothing changed since: this version is as good
+            self._gate.give_up()
+        if publication.why_live:
+            due_at = time.monotonic() + self._settings.stage_timeout_s
+            self._gate = LiveGate(policy_version=policy_version, why=publication.why_live, due_at=due_at)
+            log.warning(
+                "no snapshot is taken: the next change of the weights waits until they are staged",
+                policy_version=policy_version,
+                why=publication.why_live,
+                timeout_s=self._settings.stage_timeout_s,
+            )
         self._remember(policy_version, publication.manifest)
         self._on_version(policy_version, publication.manifest_digest)
         before = self._rounds.announce(policy_version, total_bytes=publication.total_bytes, now=self._loop.time())
@@ -123,6 +149,24 @@ class Publisher:
             snapshot_ms=round(publication.seconds * 1e3, 1),
         )
         return publication.seconds
+
+    def before_change(self) -> None:
+        """Blocks the calling thread until the live weights may change; at once where a snapshot was taken."""
+        gate = self._gate
+        if gate is None:
+            return
+        if not gate.is_open:
+            started = time.monotonic()
+            log.info("training waits", policy_version=gate.policy_version, awaited=sorted(gate.awaited), why=gate.why)
+            self._loop.call_soon_threadsafe(self._on_wait, f"waits for {gate}")
+            if not gate.wait():
+                log.warning(
+                    "weights change before they are staged", policy_version=gate.policy_version, awaited=sorted(gate.awaited)
+                )
+            log.info("training goes on", policy_version=gate.policy_version, waited_s=round(time.monotonic() - started, 3))
+            self._loop.call_soon_threadsafe(self._on_wait, "")
+        self._server.withdraw_live(f"the live weights of version {gate.policy_version} change", timeout_s=gate.left_s)
+        self._gate = None
 
     def published(self) -> tuple[int, Mapping[int, Mapping[str, str]]]:
         """The newest version, and by version the checksum of each tensor of those that engines may still hold."""
@@ -181,6 +225,8 @@ class Publisher:
             stage_ms=round(result.stage_ms, 1),
         )
         self._rounds.take(result, self._loop.time())
+        if self._gate is not None and self._gate.policy_version == result.policy_version:
+            self._gate.staged.add(result.engine)
         self._follow()
         report = None if self._probe is None else self._probe.take(result)
         if report is not None:
@@ -195,6 +241,7 @@ class Publisher:
         now = self._loop.time()
         self._seen_alive = self._alive()
         self._rounds.expect(self._seen_alive, now)
+        self._look_at_gate()
         summary = self._rounds.summary(now)
         if summary is not None and summary != self._said:
             before, self._said = self._said, summary
@@ -207,6 +254,15 @@ class Publisher:
         due_at = self._rounds.due_at()
         if due_at is not None:
             self._timer = self._loop.call_at(max(due_at, now), self._follow)
+
+    def _look_at_gate(self) -> None:
+        gate = self._gate
+        if gate is not None:
+            gate.look(
+                engines=self._seen_alive,
+                has_rollouter=self._control.get("rollouter", RollouterStatus) is not None,
+                has_cache=self._settings.host_cache,
+            )
 
     def _alive(self) -> frozenset[str]:
         rollouter = self._control.get("rollouter", RollouterStatus)
@@ -233,6 +289,8 @@ class Publisher:
         self._loop.call_soon_threadsafe(self._note, failure.policy_version, "failed", failure.nonce, failure.reason)
 
     def _note(self, policy_version: int, field: str, key: str, value: str, transfer_bytes: int = 0) -> None:
+        if field == "staged" and self._gate is not None and self._gate.policy_version == policy_version:
+            self._gate.staged.add(key)
         self._rounds.note_staging(policy_version, transfer_bytes=transfer_bytes, now=self._loop.time())
         self._follow()
         current = self._round

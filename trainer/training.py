@@ -130,6 +130,7 @@ async def train(around: Surroundings) -> None:
         ),
         on_round=lambda summary: _say_round(board, tracker, summary),
         probe=probe,
+        on_wait=lambda what: board.set(detail=what),
         on_probe=lambda report: tracker.write("probe", report.policy_version, row_of_probe(report)),
     )
     try:

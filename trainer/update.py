@@ -6,7 +6,7 @@ Invariant: the loss denominator is the number of trained tokens of the whole ste
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -37,10 +37,12 @@ def train_step(
     options: UpdateOptions,
     *,
     weights: Sequence[npt.NDArray[np.float32]] | None = None,
+    before_change: Callable[[], None] = lambda: None,
 ) -> StepReport:
     """Take one optimizer step on `samples` with one advantage each (float32 [n]).
 
     weights: per sample a float32 [T] that multiplies its tokens' losses; the denominator stays the number of trained tokens.
+    before_change: called once the gradient is there, before the model's weights change; not for a step without a signal.
 
     The order of samples does not change which gradient is computed, only its rounding. Raises NonFiniteError (weights
     unchanged) and PackingError (naming the rollout).
@@ -61,6 +63,7 @@ def train_step(
     learning_rate = grad_norm = 0.0
     if has_signal:
         learning_rate = options.learning_rate * warm_up(policy.optimizer_steps, options.warmup_steps)
+        before_change()
         grad_norm = policy.step(learning_rate=learning_rate, max_grad_norm=options.max_grad_norm)
     finished = time.perf_counter()
     return StepReport(

@@ -151,6 +151,14 @@ class ArenaPool:
         with self._changed:
             return sum(arena.capacity_bytes for arena in (*self._free, *self._out))
 
+    def missing_bytes(self, num_bytes: int) -> int:
+        """Memory that an arena for `num_bytes` takes beyond what the one has that `take` would give out."""
+        with self._changed:
+            held = self._free[-1].capacity_bytes if self._free else 0
+            if not self._free and len(self._out) >= self._max_arenas:
+                held = self._out[0].capacity_bytes  # the one that is waited for
+            return max(0, num_bytes - held)
+
     def take(self, *, timeout_s: float = 0.0) -> Arena | None:
         """An arena that nobody reads, empty; None when none came back within `timeout_s`."""
         with self._changed:

@@ -11,6 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from configs.schema import WeightSyncSettings
 from weight_sync.errors import ProtocolError
+from weight_sync.tcp_address import without_secrets
 
 
 class _Line(BaseModel):
@@ -118,4 +119,5 @@ def _decode(adapter: TypeAdapter[Any], line: bytes) -> Any:
     try:
         return adapter.validate_json(line)
     except ValidationError as error:
-        raise ProtocolError(f"got {line[:200]!r}, expected a line of the weight cache: {error.errors()[0]['msg']}") from error
+        shown = without_secrets(line.decode(errors="replace"))
+        raise ProtocolError(f"got {shown[:200]!r}, expected a line of the weight cache: {error.errors()[0]['msg']}") from error

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from configs.schema import WeightSyncSettings
+from weight_sync.tcp_address import without_secrets
 from weight_sync.transport import Cut, Listener, Receiving, StageRequest, Terms, TransportName
 
 
@@ -19,7 +20,7 @@ def transport_of(address: str) -> TransportName:
         return TransportName(scheme if colon else "")
     except ValueError:
         raise ValueError(
-            f"got weight-sync address {address!r}, expected one that begins with "
+            f"got weight-sync address {without_secrets(address)!r}, expected one that begins with "
             + ", ".join(f"{name.value}:" for name in TransportName)
         ) from None
 
@@ -69,4 +70,4 @@ def open_receiver(
 
             return collective.open_receiver(address, request, timeout_s=timeout_s, on_open=on_open)
         case other:
-            raise ValueError(f"got weight-sync address {address!r}: {other.value} is not available")
+            raise ValueError(f"got weight-sync address {without_secrets(address)!r}: {other.value} is not available")

@@ -3,7 +3,8 @@
 Invariant: a receiver gets all of one version or an error, and a receiver's trouble never stops the trainer: `publish` copies
 the weights and returns; threads send the copy, or lend it where receiver and server can share memory. The two newest versions
 are served. There is memory for a third, which may still be read when the fourth comes; then `publish` waits up to
-`round_timeout_s` for those who read it, cuts them off by name, and takes other memory.
+`round_timeout_s` for those who read it, cuts them off by name, and takes other memory. A version that is served from the live
+tensors (`publish_live`) is withdrawn before they change.
 """
 
 from __future__ import annotations
@@ -22,12 +23,13 @@ import structlog
 import torch
 
 from configs.schema import WeightSyncSettings
-from weight_sync.arena import Arena, ArenaPool, Memory
+from weight_sync.arena import Arena, ArenaPool, Memory, Segment
 from weight_sync.channel import LendingChannel, SendChannel
 from weight_sync.delta import Bytes
 from weight_sync.delta_cache import DeltaCache
 from weight_sync.errors import DeltaRefused, PeerFailed, ProtocolError, VersionUnavailable, WeightSyncError
 from weight_sync.listeners import open_listener
+from weight_sync.live import Copying, LiveWeights, Read, available_memory, has_room, measure, sizes_of
 from weight_sync.manifest import Manifest, dtype_name
 from weight_sync.naming import load_name_map, renamed
 from weight_sync.snapshot import Snapshot, take_snapshot
@@ -57,6 +59,8 @@ class Publication:
     """What `publish` took."""
     manifest: Manifest
     """With the checksum of each tensor."""
+    why_live: str = ""
+    """Why it is served from the live tensors, which then must not change before `withdraw_live`; empty: it is a copy."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,7 +91,7 @@ class StageFailure:
 class _Held:
     """A version, where it lies, and who receives it or was lent it."""
 
-    snapshot: Snapshot
+    snapshot: Snapshot | LiveWeights
     memory: Memory
     transfers: set[Incoming] = field(default_factory=set)
 
@@ -148,6 +152,10 @@ class WeightServer:
         self._changed = threading.Condition()
         self._ranks: dict[tuple[str, str, int], _Ranks] = {}
         self._publishing = threading.Lock()
+        self._num_bytes = 0
+        """Of one version; 0: not known yet."""
+        self._withdrawn: int | None = None
+        """The newest version that was served from live tensors and is not any more."""
 
     @property
     def address(self) -> str:
@@ -209,8 +217,68 @@ class WeightServer:
                 self._pool.give_back(arena, unread=True)
                 raise
             before = self._serve(snapshot, Memory(arena.segments, on_free=partial(self._pool.give_back, arena)))
-        seconds = time.monotonic() - started
-        manifest = snapshot.manifest
+        return self._published(snapshot, before, time.monotonic() - started)
+
+    def publish_live(self, read: Read, *, policy_version: int, why: str) -> Publication:
+        """Serve the weights from where they lie, through two buckets for each receiver: nothing is copied here.
+
+        The caller must not change them before `withdraw_live`. `read` is called for each receiver, from the server's threads.
+        What receivers hold already cannot be built upon: all of the weights travel.
+
+        Raises:
+            WeightSyncError: a tensor cannot be sent; the versions held before are still served.
+        """
+        started = time.monotonic()
+
+        def read_renamed() -> Iterator[tuple[str, torch.Tensor]]:
+            return renamed(read(), self._name_map)
+
+        with self._publishing:
+            bucket_bytes = self._settings.bucket_bytes
+            weights = measure(read_renamed, policy_version=policy_version, dtype=self._dtype, bucket_bytes=bucket_bytes)
+            nowhere = Memory([Segment(torch.empty(0, dtype=torch.uint8))], on_free=lambda unread: None)
+            before = self._serve(weights, nowhere)
+        return self._published(weights, before, time.monotonic() - started, why_live=why)
+
+    def why_live(self, read: Read) -> str:
+        """Why the next version has to be served from the live tensors, by `weight_sync.snapshot`; empty: it can be copied."""
+        if self._settings.snapshot == "always":
+            return ""
+        if self._settings.snapshot == "never":
+            return "weight_sync.snapshot=never"
+        with self._publishing:
+            self._num_bytes = self._num_bytes or sizes_of(lambda: renamed(read(), self._name_map), self._dtype)
+            missing, available = self._pool.missing_bytes(self._num_bytes), available_memory()
+        if has_room(missing, available_bytes=available):
+            return ""
+        return f"a snapshot takes {missing / 1e9:.2f} GB and {available / 1e9:.2f} GB are available (weight_sync.snapshot=auto)"
+
+    def withdraw_live(self, reason: str, *, timeout_s: float) -> bool:
+        """Serve live tensors no more, so that they may change: whoever receives them has `timeout_s`, and is then cut off.
+
+        Returns whether nobody was.
+        """
+        with self._changed:
+            live = [held for held in self._held if isinstance(held.snapshot, LiveWeights)]
+            self._held = [held for held in self._held if held not in live]
+            if live:
+                self._withdrawn = live[-1].snapshot.policy_version
+            self._changed.wait_for(lambda: not any(held.transfers for held in live), timeout_s)
+            late = [transfer for held in live for transfer in held.transfers]
+        for held in live:
+            held.memory.release()
+        for transfer in late:
+            log.warning("receiver cut off", peer=transfer.peer, reason=reason)
+            transfer.cut(reason)
+        with self._changed:
+            if not self._changed.wait_for(lambda: not any(held.transfers for held in live), _CUT_GRACE_S):
+                log.error("live weights change while they are read; their receiver refuses them", waited_s=_CUT_GRACE_S)
+        return not late
+
+    def _published(
+        self, snapshot: Snapshot | LiveWeights, before: Snapshot | LiveWeights | None, seconds: float, *, why_live: str = ""
+    ) -> Publication:
+        policy_version, manifest = snapshot.policy_version, snapshot.manifest
         digest = manifest.digest
         if before is not None and before.manifest.digest == digest:
             log.warning(
@@ -224,6 +292,7 @@ class WeightServer:
             total_bytes=manifest.total_bytes,
             seconds=seconds,
             manifest=manifest,
+            why_live=why_live,
         )
 
     def hold(self, weights: StagedWeights) -> None:
@@ -247,7 +316,7 @@ class WeightServer:
         with self._changed:
             return tuple(held.snapshot.policy_version for held in self._held)
 
-    def _serve(self, snapshot: Snapshot, memory: Memory) -> Snapshot | None:
+    def _serve(self, snapshot: Snapshot | LiveWeights, memory: Memory) -> Snapshot | LiveWeights | None:
         """Serve a version from now on, without the one before last; the version before."""
         with self._changed:
             before = self._held[-1].snapshot if self._held else None
@@ -296,12 +365,13 @@ class WeightServer:
                 deltas = self._deltas_for(terms, incoming, use.held)
                 is_delta = deltas is not None
                 channel = incoming.open()
+                snapshot = use.held.snapshot
                 lender = channel if isinstance(channel, LendingChannel) and use.held.memory.is_lendable else None
-                if lender is None or is_delta:
-                    report = self._send(channel, use.held.snapshot, deltas)
+                if lender is None or is_delta or isinstance(snapshot, LiveWeights):
+                    report = self._send(channel, snapshot, deltas)
                 else:
                     use.has_let_go = False
-                    report = self._lend(lender, use.held)
+                    report = self._lend(lender, snapshot, use.held.memory)
                 for request in requests:
                     self._note_staged(request, report, time.monotonic() - started)
                 if lender is not None and not is_delta:
@@ -323,18 +393,19 @@ class WeightServer:
             if differ is not None:
                 raise ProtocolError(f"the weight server was configured otherwise: {differ}")
 
-    @staticmethod
-    def _send(channel: SendChannel, snapshot: Snapshot, deltas: Mapping[str, Bytes] | None) -> SendReport:
+    def _send(self, channel: SendChannel, snapshot: Snapshot | LiveWeights, deltas: Mapping[str, Bytes] | None) -> SendReport:
         version, manifest = snapshot.policy_version, snapshot.manifest
+        if isinstance(snapshot, LiveWeights):
+            return send_weights(Copying(channel), snapshot, policy_version=version, manifest=manifest, dtype=self._dtype)
         return send_weights(channel, snapshot, policy_version=version, manifest=manifest, deltas=deltas)
 
     @staticmethod
-    def _lend(channel: LendingChannel, held: _Held) -> SendReport:
+    def _lend(channel: LendingChannel, snapshot: Snapshot, memory: Memory) -> SendReport:
         started = time.monotonic()
-        channel.lend(held.snapshot, held.memory.segments)
-        manifest = held.snapshot.manifest
+        channel.lend(snapshot, memory.segments)
+        manifest = snapshot.manifest
         return SendReport(
-            policy_version=held.snapshot.policy_version,
+            policy_version=snapshot.policy_version,
             manifest_digest=manifest.digest,
             num_tensors=manifest.num_tensors,
             total_bytes=manifest.total_bytes,
@@ -348,15 +419,18 @@ class WeightServer:
         encoding = self._settings.encoding
         if encoding == "full" or (encoding == "auto" and TransportName(terms.transport) not in _AUTO_DELTA):
             return None
+        if isinstance(held.snapshot, LiveWeights):
+            return None
         bases = {(request.base_version, request.base_digest) for request in incoming.requests}
         version, digest = bases.pop()
         if bases or version is None or version == held.snapshot.policy_version:
             return None
         try:
             with self._in_use(version, incoming) as base:
-                if base.held.snapshot.manifest.digest != digest:
+                old = base.held.snapshot
+                if isinstance(old, LiveWeights) or old.manifest.digest != digest:
                     return None
-                return self._deltas.between(base.held.snapshot, held.snapshot)
+                return self._deltas.between(old, held.snapshot)
         except VersionUnavailable:
             return None
 
@@ -367,7 +441,8 @@ class WeightServer:
             held = next((held for held in reversed(self._held) if held.snapshot.policy_version == version), None)
             if held is None:
                 versions = [held.snapshot.policy_version for held in self._held]
-                raise VersionUnavailable(f"version {version} is not served; available: {versions}")
+                gone = "; it was served from the live weights, which have changed" if version == self._withdrawn else ""
+                raise VersionUnavailable(f"version {version} is not served; available: {versions}{gone}")
             held.memory.retain()
             held.transfers.add(incoming)
         use = _Use(held)
@@ -376,6 +451,7 @@ class WeightServer:
         finally:
             with self._changed:
                 held.transfers.discard(incoming)
+                self._changed.notify_all()
                 self._retired = [retired for retired in self._retired if retired.transfers]
             held.memory.release(said=use.has_let_go)
 

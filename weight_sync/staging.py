@@ -22,6 +22,7 @@ from weight_sync.errors import DeltaRefused, NotStaged, WeightSyncError
 from weight_sync.listeners import open_receiver, transport_of
 from weight_sync.manifest import Manifest
 from weight_sync.stream import receive_weights
+from weight_sync.tcp_address import without_secrets
 from weight_sync.transport import Borrowing, LoanLike, StageRequest, Terms
 
 log = structlog.get_logger()
@@ -298,7 +299,9 @@ class StagingArea:
                 stream = receive_weights(channel, allocate=allocate, check_manifest=check, base=old, verify=attempt.verifies)
                 tensors = dict(stream)
                 if attempt.manifest is None:
-                    raise WeightSyncError(f"{attempt.address} sent no manifest of version {attempt.policy_version}")
+                    raise WeightSyncError(
+                        f"{without_secrets(attempt.address)} sent no manifest of version {attempt.policy_version}"
+                    )
                 loan = channel.take_loan() if isinstance(channel, Borrowing) else None
         except BaseException:
             for arena in arenas:

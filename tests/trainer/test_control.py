@@ -77,7 +77,7 @@ async def test_round_is_announced_with_its_digest_and_a_wrong_one_is_refused(tmp
     """B140: an engine that loaded something else is not taken for one that committed."""
     control = FakeControl()
     with _publisher(control, tmp_path) as publisher, ThreadPoolExecutor(1) as executor:
-        await publisher.announce(WEIGHTS, policy_version=3, executor=executor)
+        await publisher.announce(lambda: WEIGHTS, policy_version=3, executor=executor)
         announced = control.get("round", WeightRound)
         assert announced is not None
         assert (announced.policy_version, announced.num_tensors) == (3, 2)

@@ -210,7 +210,7 @@ async def test_an_engine_that_is_gone_is_not_waited_for(tmp_path: Path) -> None:
     )
     with publisher, ThreadPoolExecutor(1) as executor:
         async with asyncio.timeout(60):
-            await publisher.announce([("a", torch.ones(3))], policy_version=1, executor=executor)
+            await publisher.announce(lambda: [("a", torch.ones(3))], policy_version=1, executor=executor)
             announced = control.get("round", WeightRound)
             assert announced is not None
             own = {"manifest_digest": announced.manifest_digest}
@@ -240,7 +240,7 @@ async def test_the_deadline_passes_without_anybody_saying_anything(tmp_path: Pat
     )
     with publisher, ThreadPoolExecutor(1) as executor:
         async with asyncio.timeout(60):
-            await publisher.announce([("a", torch.ones(3))], policy_version=1, executor=executor)
+            await publisher.announce(lambda: [("a", torch.ones(3))], policy_version=1, executor=executor)
             while (summary := await said.get()).state is RoundState.ANNOUNCED:
                 assert summary.awaited == ENGINES
             assert summary.state is RoundState.ABORTED
