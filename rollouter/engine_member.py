@@ -13,10 +13,15 @@ from enum import StrEnum
 from typing import Literal
 from urllib.parse import urlsplit
 
+import structlog
+
+from agent_loop.errors import AgentLoopError
 from agent_loop.vllm_client import VllmClient
 from configs.bus_address import is_loopback
 from rollouter.engines import EngineServer
 from sample_bus.messages import EngineStatus, WeightRound
+
+log = structlog.get_logger()
 
 PartialRollout = Literal["keep", "recompute", "finish"]
 
@@ -82,6 +87,7 @@ class Member:
         self.attempt = 0
         """Of bringing it to the version that was tried last."""
         self._tried: Held | None = None
+        self._num_workers: int | None = None
         self.last_pause_ms: float | None = None
         self.last_drain_ms: float | None = None
         """From the closing of the door to the pause, at the last commit: with `finish`, the time that requests took to end."""
@@ -121,6 +127,16 @@ class Member:
         self._in_flight -= 1
         if self._in_flight == 0:
             self.idle.set()
+
+    async def num_workers(self) -> int:
+        """How many processes hold the model, each of which stages for itself; 0 if the engine does not say."""
+        if self._num_workers is None:
+            try:
+                self._num_workers = len(await self.client.collective_rpc("headrace_status"))
+            except AgentLoopError as error:
+                log.warning("engine does not say how many workers it has", engine=self.name, why=str(error))
+                return 0
+        return self._num_workers
 
     def status(self) -> EngineStatus:
         return EngineStatus(

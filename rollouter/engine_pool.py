@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import resource
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import numpy as np
@@ -314,7 +314,8 @@ class EnginePool:
         if member.held == Held.of(announced):
             return True
         turn = self._turn if self._switch() == "rolling" else None
-        result = await self._bring(member, announced, wait_staged, turn=turn)
+        cohort = await self._cohort_of([member], announced)
+        result = await self._bring(member, announced, wait_staged, turn=turn, cohort=cohort)
         self._on_round_result(result)
         return result.committed
 
@@ -350,14 +351,29 @@ class EnginePool:
         if is_rolling and before is not None and before.incarnation == round.incarnation:
             self._seats.also = before
         try:
-            brought = (self._bring(member, round, wait_staged, turn=self._turn if is_rolling else None) for member in living)
+            turn = self._turn if is_rolling else None
+            cohort = await self._cohort_of(living, round)
+            brought = (self._bring(member, round, wait_staged, turn=turn, cohort=cohort) for member in living)
             return list(await asyncio.gather(*brought))
         finally:
             self._seats.also = None
             self._seats.refresh()
 
+    async def _cohort_of(self, members: Iterable[Member], announced: WeightRound) -> int:
+        """How many workers of `members` stage `announced` from the trainer together; over other ways each comes alone."""
+        if self._cache is not None or not announced.address.startswith("collective:"):
+            return 1
+        wanting = [member for member in members if member.held != Held.of(announced)]
+        return max(1, sum(await asyncio.gather(*(member.num_workers() for member in wanting))))
+
     async def _bring(
-        self, member: Member, announced: WeightRound, wait_staged: WaitStaged, *, turn: asyncio.Lock | None = None
+        self,
+        member: Member,
+        announced: WeightRound,
+        wait_staged: WaitStaged,
+        *,
+        turn: asyncio.Lock | None = None,
+        cohort: int = 1,
     ) -> RoundResult:
         async def open_source(announced: WeightRound) -> Source:
             if self._cache is not None and (member.is_local or self._cache.serves_others):
@@ -366,7 +382,7 @@ class EnginePool:
                     return Source(address=address, wait_staged=self._cache.wait_staged)
                 except WeightCacheLost as error:
                     log.warning("an engine stages from the trainer", engine=member.name, why=str(error))
-            return Source(address=announced.address, wait_staged=wait_staged)
+            return Source(address=announced.address, wait_staged=wait_staged, cohort=cohort)
 
         def changed() -> None:
             if member.held == Held.of(announced):

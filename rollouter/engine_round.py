@@ -37,6 +37,8 @@ class Source:
 
     address: str
     wait_staged: WaitStaged
+    cohort: int = 1
+    """Workers of all engines that stage it there at the same time, over a collective."""
 
 
 OpenSource = Callable[[WeightRound], Awaitable[Source]]
@@ -151,6 +153,7 @@ async def _stage(member: Member, announced: WeightRound, open_source: OpenSource
                 nonce=nonce,
                 timeout_s=deadline_s,
                 verify=settings.verify,
+                cohort=source.cohort,
             )
             await source.wait_staged(announced, member.name, nonce)
     except TimeoutError as error:

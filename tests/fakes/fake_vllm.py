@@ -45,6 +45,9 @@ class FakeVllm:
     violations: list[str] = field(default_factory=list)
     addresses: list[str] = field(default_factory=list)
     """From which it was told to stage."""
+    cohorts: list[int] = field(default_factory=list)
+    """How many it was told stage with it."""
+    num_workers: int = 1
     stale_reads: list[str] = field(default_factory=list)
     """Requests that began on what other weights had computed."""
     before_resume: asyncio.Event | None = None
@@ -272,8 +275,11 @@ class FakeVllm:
         if method == "headrace_stage":
             self.staged, self.updating = arguments["policy_version"], False
             self.addresses.append(arguments["address"])
+            self.cohorts.append(arguments["cohort"])
             self.on_stage(arguments["engine"], arguments["policy_version"], arguments["nonce"])
-        return web.json_response({"results": [{"state": "staged", "staged": self.staged, "loaded": self.loaded}]})
+        return web.json_response(
+            {"results": [{"state": "staged", "staged": self.staged, "loaded": self.loaded}] * self.num_workers}
+        )
 
     def _update(self, path: str, body: dict[str, Any]) -> web.Response:
         if path == "/start_weight_update":
