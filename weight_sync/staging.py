@@ -163,13 +163,19 @@ class StagingArea:
             forgotten.memory.release()
 
     def close(self) -> None:
-        """End a staging under way and wait for its thread. What is held stays readable; a lender has to do without it."""
+        """End a staging under way and wait for its thread. What is held stays readable, but cannot be lent on; a lender has to
+        do without it."""
         with self._lock:
             attempt = self._attempt
             if attempt is not None:
                 _cut(attempt, "the engine shuts down")
         if attempt is not None and attempt.thread is not None:
             attempt.thread.join(5.0)
+        with self._lock:
+            held = [weights for weights in (self._staged, self._loaded) if weights is not None]
+        for weights in held:
+            for segment in weights.memory.segments:
+                segment.close()
 
     def get(self, policy_version: int, manifest_digest: str) -> StagedWeights:
         """The staged weights.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -43,13 +44,22 @@ def test_ties_views_and_buffers_arrive_as_they_are_and_floats_in_the_wire_dtype(
     assert_same(received, {**{name: tensor.bfloat16() for name, tensor in wanted.items()}, "n": torch.tensor(5)})
 
 
-def test_terms_that_differ_are_refused_naming_both(tmp_path: Path, transport: str) -> None:
-    """B156."""
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("dtype", "bfloat16"), ("bucket_bytes", 2 * BUCKET_BYTES), ("protocol", 1)],
+)
+def test_terms_that_differ_are_refused_naming_both(tmp_path: Path, transport: str, field: str, value: str | int) -> None:
+    """B156: by an answer, long before any deadline, and the next one with the right terms is served."""
+    mine: dict[str, str | int] = {"dtype": "float32", "bucket_bytes": BUCKET_BYTES, "protocol": 2}
     with serving(tmp_path, transport=transport) as (server, _):
         server.publish(weights(1).items(), policy_version=1)
-        request = StageRequest(policy_version=1, receiver="e", nonce="n", terms=Terms(transport=transport, dtype="bfloat16"))
-        with pytest.raises(WeightSyncError, match=r"float32.*bfloat16|bfloat16.*float32"):
+        terms = replace(Terms(transport=transport), **{field: value})  # type: ignore[arg-type]
+        request = StageRequest(policy_version=1, receiver="e", nonce="n", terms=terms)
+        with pytest.raises(WeightSyncError) as refused:
             open_receiver(server.address, request, timeout_s=WAIT_S).receive()
+        assert str(value) in str(refused.value)
+        assert str(mine[field]) in str(refused.value)
+        assert_same(pull(server, 1), weights(1))
 
 
 def test_a_version_that_is_not_there_is_refused(tmp_path: Path, transport: str) -> None:
