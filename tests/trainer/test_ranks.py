@@ -71,8 +71,8 @@ def alone(ran: tuple[Path, Path]) -> dict[TinyModel, tuple[dict[str, torch.Tenso
 def test_gradients_and_sums_do_not_depend_on_the_number_of_ranks(
     ran: tuple[Path, Path], alone: dict[TinyModel, Any], kind: TinyModel, num_ranks: int
 ) -> None:
-    """B73, B82; B20, B21: every rank makes as many passes, empty ones where it has nothing; B80: in the small batch all ranks but
-    one have nothing to train."""
+    """B73, B82; B20, B21: every rank makes as many passes, empty ones where it has nothing; B80: in the small batch all
+    ranks but one have nothing to train."""
     expected, sums, logprobs, small_norm = alone[kind]
     got = load_file(ran[1] / f"{num_ranks}_{kind}.safetensors")
     scale = max(float(gradient.abs().max()) for gradient in expected.values())

@@ -14,6 +14,7 @@ from weight_sync import Manifest, ManifestMismatch, TensorSpec
 from weight_sync.vllm_plugin import HeadraceWeightEngine
 
 engine = object.__new__(HeadraceWeightEngine)  # one whose model is not loaded: only its configuration is asked
+engine._adapters = None
 engine.model_config = SimpleNamespace(quantization="fp8")
 spec = TensorSpec(name="model.layers.0.mlp.up_proj.weight", dtype=torch.bfloat16, shape=(4, 4))
 try:
