@@ -1,8 +1,8 @@
 """One of four gloo ranks: trains as four, then, in its first two, as two, and writes what it found.
 
 Arguments: rank, directory of the models, directory of the results. Rank 0 writes `N_KIND.safetensors` (gradients), `N.json`
-(sums), `export_KIND.safetensors` and `merged_N.safetensors` (weights with trained adapters); each rank writes what a resumed run
-differs in, as `resume_RANK.json`.
+(sums), `export_KIND.safetensors` and `merged_N.safetensors` (weights with trained adapters); each rank writes what a resumed
+run differs in, as `resume_RANK.json`.
 """
 
 from __future__ import annotations
