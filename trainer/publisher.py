@@ -67,6 +67,7 @@ class Publisher:
         self._on_wait = on_wait
         self._gate: LiveGate | None = None
         """Of the version that is served from the live weights."""
+        self._why_live = ""
         self._rounds = Rounds(announce_timeout_s=settings.announce_timeout_s, round_timeout_s=settings.round_timeout_s)
         self._seen_alive: frozenset[str] = frozenset()
         self._said: RoundSummary | None = None
@@ -128,12 +129,14 @@ class Publisher:
         if publication.why_live:
             due_at = time.monotonic() + self._settings.stage_timeout_s
             self._gate = LiveGate(policy_version=policy_version, why=publication.why_live, due_at=due_at)
-            log.warning(
+            say = log.debug if publication.why_live == self._why_live else log.warning
+            say(
                 "no snapshot is taken: the next change of the weights waits until they are staged",
                 policy_version=policy_version,
                 why=publication.why_live,
                 timeout_s=self._settings.stage_timeout_s,
             )
+        self._why_live = publication.why_live
         self._remember(policy_version, publication.manifest)
         self._on_version(policy_version, publication.manifest_digest)
         before = self._rounds.announce(policy_version, total_bytes=publication.total_bytes, now=self._loop.time())

@@ -33,8 +33,10 @@ def open_listener(settings: WeightSyncSettings, *, socket_dir: Path, terms: Term
 
             return shared_memory.open_listener(socket_dir, settings, terms)
         case TransportName.FILE:
-            from weight_sync import file_transport
+            from weight_sync import file_remote, file_transport
 
+            if settings.directory is not None and file_remote.is_remote(settings):
+                return file_remote.RemoteFileListener(settings, directory=settings.directory, terms=terms)
             return file_transport.open_listener(socket_dir, settings, terms)
         case TransportName.TCP:
             from weight_sync import tcp
@@ -58,8 +60,10 @@ def open_receiver(
 
             return shared_memory.open_receiver(address, request, timeout_s=timeout_s, on_open=on_open)
         case TransportName.FILE:
-            from weight_sync import file_transport
+            from weight_sync import file_remote, file_transport
 
+            if address.startswith("file://"):
+                return file_remote.open_receiver(address, request, timeout_s=timeout_s, on_open=on_open)
             return file_transport.open_receiver(address, request, timeout_s=timeout_s, on_open=on_open)
         case TransportName.TCP:
             from weight_sync import tcp

@@ -29,9 +29,9 @@ from weight_sync.channel import Bucket, BucketKind, StreamEnd
 from weight_sync.errors import ProtocolError
 from weight_sync.tcp_address import TOKEN_BYTES, NetAddress, advertised_host, bracketed
 from weight_sync.tcp_link import Link
-from weight_sync.tcp_messages import BucketHead, Credit, Done, Welcome
+from weight_sync.tcp_messages import BucketHead, Credit, Done, FileNamed, Welcome
 from weight_sync.tcp_sessions import Session, Sessions
-from weight_sync.transport import Cut, Incoming, StageRequest, Terms, TransportName
+from weight_sync.transport import Cut, Incoming, StageRequest, Terms
 
 log = structlog.get_logger()
 
@@ -46,9 +46,18 @@ class TcpListener:
 
     Args:
         encrypt: None: beyond loopback.
+        make_sender: called as `TcpSender` is.
     """
 
-    def __init__(self, settings: WeightSyncSettings, *, terms: Terms, encrypt: bool | None = None) -> None:
+    def __init__(
+        self,
+        settings: WeightSyncSettings,
+        *,
+        terms: Terms,
+        encrypt: bool | None = None,
+        make_sender: Callable[..., TcpSender] | None = None,
+    ) -> None:
+        self._make_sender = make_sender or TcpSender
         num_connections = settings.num_connections
         self._settings = settings
         self._terms = terms
@@ -76,7 +85,7 @@ class TcpListener:
 
     def _net_address(self) -> NetAddress:
         return NetAddress(
-            scheme=TransportName.TCP,
+            scheme=self._terms.transport,
             host=self._advertised,
             port=self._port,
             token=self._token,
@@ -117,7 +126,7 @@ class TcpListener:
     def _serve(self, session: Session) -> None:
         assert self._on_transfer is not None
         try:
-            self._on_transfer(TcpIncoming(session, self._settings, self._terms, self._rings))
+            self._on_transfer(TcpIncoming(session, self._settings, self._terms, self._rings, self._make_sender))
         finally:
             session.close()
             with self._lock:
@@ -127,7 +136,15 @@ class TcpListener:
 class TcpIncoming:
     """One receiver's transfer at the server; an `Incoming`."""
 
-    def __init__(self, session: Session, settings: WeightSyncSettings, terms: Terms, rings: list[torch.Tensor]) -> None:
+    def __init__(
+        self,
+        session: Session,
+        settings: WeightSyncSettings,
+        terms: Terms,
+        rings: list[torch.Tensor],
+        make_sender: Callable[..., TcpSender],
+    ) -> None:
+        self._make_sender = make_sender
         self._session = session
         self._settings = settings
         self._terms = terms
@@ -150,7 +167,7 @@ class TcpIncoming:
             ring = self._rings.pop()
         except IndexError:
             ring = torch.empty(window * message_bytes, dtype=torch.uint8)
-        self._sender = TcpSender(
+        self._sender = self._make_sender(
             self._session,
             ring.view(window, message_bytes),
             deadline=self._deadline,
@@ -215,6 +232,11 @@ class TcpSender:
         )
         self._num_sent += 1
 
+    def name_file(self, named: FileNamed) -> None:
+        """Send the name of what has everything, in place of buckets."""
+        self._session.place = "naming the file"
+        self._session.send(named)
+
     def finish(self, end: StreamEnd) -> None:
         self._session.place = f"after the last bucket ({self._num_sent - 1})"
         self._session.send(end, stripe=self._num_sent % self._session.hello.num_stripes)
@@ -259,6 +281,8 @@ class TcpReceiver:
         message, payload = self._link.receive(self._num_received % self._link.num_stripes)
         if isinstance(message, StreamEnd):
             return message
+        if isinstance(message, FileNamed):
+            return self._open_file(message)
         if not isinstance(message, BucketHead) or payload is None:
             raise ProtocolError(f"{self._link.peer} sent {type(message).__name__}, expected a bucket or the end")
         if len(payload) + len(message.header) > self._bucket_bytes:
@@ -271,6 +295,9 @@ class TcpReceiver:
         self._num_received += 1
         view = np.frombuffer(payload.buffer, dtype=np.uint8)
         return Bucket(kind=kind, sequence=message.sequence, payload=view, header=message.header)
+
+    def _open_file(self, named: FileNamed) -> Bucket:
+        raise ProtocolError(f"{self._link.peer} sent {type(named).__name__}, expected a bucket or the end")
 
     def release(self) -> None:
         assert self._frame is not None, "release without receive"
@@ -292,10 +319,10 @@ class TcpReceiver:
         self._link.end(error)
 
 
-def open_receiver(
+def open_link(
     address: str, request: StageRequest, *, timeout_s: float, on_open: Callable[[Cut], None] | None = None
-) -> TcpReceiver:
-    """See `OpenReceiver`. Raises ValueError for an address that is none, ProtocolError when the terms differ."""
+) -> tuple[Link, Welcome]:
+    """Connect, ask, and be welcomed. Raises as `open_receiver` does."""
     link = Link(NetAddress.parse(address), timeout_s=timeout_s)
     try:
         if on_open is not None:
@@ -306,4 +333,12 @@ def open_receiver(
     except BaseException as error:
         link.end(error)
         raise
+    return link, welcome
+
+
+def open_receiver(
+    address: str, request: StageRequest, *, timeout_s: float, on_open: Callable[[Cut], None] | None = None
+) -> TcpReceiver:
+    """See `OpenReceiver`. Raises ValueError for an address that is none, ProtocolError when the terms differ."""
+    link, welcome = open_link(address, request, timeout_s=timeout_s, on_open=on_open)
     return TcpReceiver(link, welcome, request.policy_version)

@@ -20,7 +20,7 @@ TOKEN_BYTES = 16
 KEY_BYTES = 32
 MAX_CONNECTIONS = 16
 _ADDRESS = re.compile(
-    r"(?P<scheme>tcp|collective)://(?P<host>\[[0-9A-Fa-f:.]+(%[\w.-]+)?\]|[\w.-]+):(?P<port>\d{1,5})\?(?P<query>[\w=&]+)",
+    r"(?P<scheme>tcp|collective|file)://(?P<host>\[[0-9A-Fa-f:.]+(%[\w.-]+)?\]|[\w.-]+):(?P<port>\d{1,5})\?(?P<query>[\w=&]+)",
     re.ASCII,
 )
 _WILDCARDS = frozenset({"0.0.0.0", "::", "*", ""})

@@ -6,6 +6,7 @@ JOIN(token, transfer, stripe)                 ─►           on each of the ot
                                               ◄─  WELCOME(terms, window, group) or FAIL(reason)
                                               ◄─  BUCKET(kind, sequence, header) + payload, bucket i on connection i mod n
 CREDIT(number of buckets given back so far)   ─►
+                                              ◄─  FILE(directory), of the file transport, in place of buckets
                                               ◄─  END(version, digest, totals), in its turn
 DONE(digest)                                  ─►
 FAIL(reason), from either side at any time, ends the transfer; PING asks only whether the connection stands.
@@ -102,7 +103,13 @@ class Ping:
     pass
 
 
-Message = Hello | Join | Welcome | BucketHead | StreamEnd | Credit | Done | Fail | Ping
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FileNamed:
+    directory: str
+    """In which the version lies, as both hosts see it."""
+
+
+Message = Hello | Join | Welcome | BucketHead | StreamEnd | Credit | Done | Fail | Ping | FileNamed
 
 
 def encode(message: Message) -> bytes:
@@ -134,6 +141,8 @@ def encode(message: Message) -> bytes:
             fields = [8, message.reason[:MAX_REASON_LETTERS]]
         case Ping():
             fields = [9]
+        case FileNamed():
+            fields = [10, message.directory]
     packed: bytes = msgpack.packb(fields)
     return packed
 
@@ -213,6 +222,7 @@ _READERS: dict[object, Callable[..., Message]] = {
     7: lambda digest: Done(manifest_digest=_of(str, digest, 64)),
     8: lambda reason: Fail(reason=_of(str, reason, MAX_REASON_LETTERS)),
     9: lambda: Ping(),
+    10: lambda directory: FileNamed(directory=_of(str, directory, 4096)),
 }
 
 

@@ -28,6 +28,7 @@ from weight_sync.tcp_messages import (
     Credit,
     Done,
     Fail,
+    FileNamed,
     Hello,
     Join,
     Message,
@@ -326,7 +327,7 @@ class Sessions:
                     session.take(message)
                 case Ping() | Credit() | Done() | Fail():
                     pass  # of a session that has ended
-                case Welcome() | BucketHead() | StreamEnd():
+                case Welcome() | BucketHead() | StreamEnd() | FileNamed():
                     raise ProtocolError(f"got {type(message).__name__}, which only a server sends")
         except ProtocolError as error:
             log.warning("message is no receiver's", error=str(error))

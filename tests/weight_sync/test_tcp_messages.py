@@ -14,6 +14,7 @@ from weight_sync.tcp_messages import (
     Credit,
     Done,
     Fail,
+    FileNamed,
     Group,
     Hello,
     Join,
@@ -39,6 +40,7 @@ MESSAGES: list[Message] = [
     Done(manifest_digest="0" * 32),
     Fail(reason="no room"),
     Ping(),
+    FileNamed(directory="/shared/0a0b0c0d-v7"),
 ]
 
 
