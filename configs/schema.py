@@ -267,14 +267,16 @@ class BusSettings(Section):
 class WeightSyncSettings(Section):
     transport: Literal["shared_memory", "tcp", "collective", "file"] = Field(
         "shared_memory",
-        description="How weights leave the trainer: `shared_memory` and `file` within one host, `tcp` and `collective` across "
-        "hosts.",
+        description="How weights leave the trainer: `shared_memory` within one host, `tcp` and `collective` across hosts, "
+        "`file` through a directory.",
     )
     bucket_bytes: int = Field(
         4 << 20, ge=1 << 12, le=1 << 30, description="Size of one of the two buckets that stream the weights."
     )
     directory: Path | None = Field(
-        None, description="Where the transport `file` writes each version; null: beside the sockets of the run."
+        None,
+        description="Where the transport `file` writes each version; null: beside the sockets of the run. With listen_host "
+        "beyond loopback it has to be mounted at the same path on all hosts.",
     )
     verify: Literal["always", "first", "never"] = Field(
         "always",
@@ -305,8 +307,8 @@ class WeightSyncSettings(Section):
     listen_host: str = Field(
         "127.0.0.1",
         pattern=r"^[A-Za-z0-9._:%\[\]-]+$",
-        description="Where the trainer listens for `tcp` and `collective`. Beyond loopback tcp is encrypted, and collective, "
-        "which cannot be, needs bus.allow_insecure.",
+        description="Where the trainer listens for `tcp` and `collective`, and for `file` with a directory. Beyond loopback "
+        "tcp is encrypted, and collective, which cannot be, needs bus.allow_insecure.",
     )
     listen_port: int = Field(0, ge=0, le=65535, description="Port of `tcp` and `collective`; 0: any that is free.")
     advertised_host: str | None = Field(
