@@ -7,13 +7,13 @@ the session recorded, so a loop cannot hand in tokens that were not sampled.
 from __future__ import annotations
 
 import importlib
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from agent_loop.errors import USER_CODE_FAILURES, AgentLoopError, LoopError, words_of
 from agent_loop.session import Session
 from agent_loop.task import Task
-from configs.schema import ToolSettings
+from configs.schema import GatewaySettings, ToolSettings
 
 
 class AgentLoop(Protocol):
@@ -44,12 +44,14 @@ class LoopSetup:
     tools: ToolSettings
     environment: str | None
     """Dotted path (`rollouter.environment`)."""
+    gateway: GatewaySettings = field(default_factory=GatewaySettings)
 
 
 SHIPPED = {
     "single_turn": "agent_loop.single_turn:SingleTurn",
     "tool_calling": "agent_loop.tool_calling:ToolCalling",
     "environment": "agent_loop.environment:EnvironmentLoop",
+    "program": "agent_loop.program:Program",
 }
 """Agent loops by name."""
 _OTHER_NAMES = {"single_turn_agent": "single_turn", "tool_agent": "tool_calling"}

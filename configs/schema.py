@@ -420,8 +420,8 @@ class SamplingSettings(Section):
 class RollouterSettings(Section):
     agent_loop: str = Field(
         "agent_loop.single_turn:SingleTurn",
-        description="Agent loop: `single_turn`, `tool_calling`, `environment`, or a dotted path `module:Class`; rows may name "
-        "another one in `agent_name`.",
+        description="Agent loop: `single_turn`, `tool_calling`, `environment`, `program`, or a dotted path `module:Class`; "
+        "rows may name another one in `agent_name`.",
     )
     agent_loops: tuple[str, ...] = Field(
         (), description="More names for `agent_name`, each `NAME=module:Class`; a row may also give a dotted path itself."
@@ -499,6 +499,24 @@ class ToolSettings(Section):
     parse_error_alert: float = Field(
         0.5, gt=0, le=1, description="Share of malformed or unknown calls among the last 256 above which a warning is logged."
     )
+
+
+class GatewaySettings(Section):
+    command: tuple[str, ...] = Field(
+        (), description="With agent_loop=program: the program that is started for each rollout, and its arguments."
+    )
+    reward: Literal["function", "last_line", "posted"] = Field(
+        "function",
+        description="Where the reward comes from when the program posted none: the reward function, or the last line that the "
+        "program prints (a number, or JSON with `reward` and `parts`); `posted`: the rollout has none.",
+    )
+    temperature: Literal["run", "refuse"] = Field(
+        "run",
+        description="A request that asks for another temperature than the run samples at: sampled at the run's, or refused.",
+    )
+    max_calls_per_session: int = Field(16, ge=1, description="Calls of one rollout that are answered at once; then 429.")
+    host: str = Field("127.0.0.1", description="Where the gateway listens.")
+    port: int = Field(0, ge=0, le=65535, description="0: any free port.")
 
 
 class TrainerSettings(Section):
@@ -645,6 +663,7 @@ class Settings(Section):
     sampling: SamplingSettings = SamplingSettings()
     rollouter: RollouterSettings = RollouterSettings()
     tools: ToolSettings = ToolSettings()
+    gateway: GatewaySettings = GatewaySettings()
     trainer: TrainerSettings = TrainerSettings()
     evaluation: EvaluationSettings = EvaluationSettings()
     checkpoint: CheckpointSettings = CheckpointSettings()

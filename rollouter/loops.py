@@ -21,7 +21,7 @@ log = structlog.get_logger()
 
 
 def setup_of(settings: Settings) -> LoopSetup:
-    return LoopSetup(tools=settings.tools, environment=settings.rollouter.environment)
+    return LoopSetup(tools=settings.tools, environment=settings.rollouter.environment, gateway=settings.gateway)
 
 
 class Loops:
