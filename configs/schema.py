@@ -544,6 +544,16 @@ class TrainerSettings(Section):
     normalize_by_std: bool = live(
         True, Scope.NEXT_STEP, description="Divide a group's advantages by its standard deviation (GRPO)."
     )
+    dense_weight: float = live(
+        1.0,
+        Scope.NEXT_STEP,
+        ge=0,
+        le=1e6,
+        description="Rewards of turns: this much of their advantages is added to that of the whole rollout; 0: none.",
+    )
+    dense_discount: float = live(
+        1.0, Scope.NEXT_STEP, ge=0, le=1, description="Rewards of turns: what the next turn's count for a turn, per turn."
+    )
     lora_rank: int = Field(
         0, ge=0, le=1024, description="Rank of the adapters that are trained in place of the model's weights; 0: train those."
     )

@@ -131,15 +131,22 @@ class FsdpPolicy:
         denominator: float,
         options: LossOptions,
         weights: Sequence[npt.NDArray[np.float32]] | None = None,
+        dense: Sequence[npt.NDArray[np.float32]] | None = None,
     ) -> TokenSums:
         """See `Policy.accumulate`."""
         sums = TokenSums()
+        has_signal = advantages != 0
+        if dense is not None:
+            has_signal |= np.array([bool(one.any()) for one in dense], np.bool_)
         for with_signal in (True, False):
-            chosen = np.flatnonzero((advantages != 0) == with_signal)
+            chosen = np.flatnonzero(has_signal == with_signal)
             part = [samples[index] for index in chosen]
             factors = None if weights is None else [weights[index] for index in chosen]
             for batch in self._batches(part):
-                of_tokens = torch.from_numpy(advantages[chosen][batch.token_samples]).to(self._device)
+                values = advantages[chosen][batch.token_samples]
+                if dense is not None:
+                    values = values + batch.of_tokens([dense[index] for index in chosen])
+                of_tokens = torch.from_numpy(values).to(self._device)
                 with torch.set_grad_enabled(with_signal):
                     sums += self._run(batch, of_tokens, factors, scale=self._ranks.num_ranks / denominator, options=options)
         sums = self._ranks.merge(sums)

@@ -26,7 +26,7 @@ from sample_bus.journal_writer import JournalWriter
 from sample_bus.messages import TrainerState
 from sample_bus.protocols import Consumer, Leased
 from sample_bus.sample import Sample
-from trainer.advantages import group_advantages
+from trainer.advantages import group_advantages, turn_advantages
 from trainer.aged import weights_of
 from trainer.bias import row_of
 from trainer.checkpoint import DIRECTORY, Part, save_checkpoint
@@ -242,6 +242,7 @@ class TrainingLoop:
         started = time.monotonic()
         samples = [leased.sample for leased in members]
         advantages = advantages_of(samples, settings.trainer)
+        dense = dense_of(samples, settings.trainer)
         options = options_of(settings.trainer)
         weights = weights_of(batch.weighting, samples)
         queued_s = [time.time() - leased.received_at for leased in members]
@@ -253,6 +254,7 @@ class TrainingLoop:
                     advantages,
                     options,
                     weights=weights,
+                    dense=dense,
                     before_change=self._publisher.before_change,
                 )
             )
@@ -334,6 +336,16 @@ def advantages_of(samples: Sequence[Sample], trainer: TrainerSettings) -> npt.ND
     return group_advantages(
         np.array([sample.reward for sample in samples], dtype=np.float32),
         [sample.group_id for sample in samples],
+        normalize_by_std=trainer.normalize_by_std,
+    )
+
+
+def dense_of(samples: Sequence[Sample], trainer: TrainerSettings) -> list[npt.NDArray[np.float32]] | None:
+    """What rewards of turns add to each token's advantage, per sample float32 [T]; None: nothing."""
+    return turn_advantages(
+        samples,
+        discount=trainer.dense_discount,
+        weight=trainer.dense_weight,
         normalize_by_std=trainer.normalize_by_std,
     )
 

@@ -120,12 +120,14 @@ class Policy(Protocol):
         denominator: float,
         options: LossOptions,
         weights: Sequence[npt.NDArray[np.float32]] | None = None,
+        dense: Sequence[npt.NDArray[np.float32]] | None = None,
     ) -> TokenSums:
         """Add the gradient of sum(token losses) / denominator to what is accumulated.
 
         advantages: float32 [n], one per sample. denominator: trained tokens of the whole step, over all calls and ranks.
         weights: per sample a float32 [T] that multiplies its tokens' losses and leaves the denominator alone; None: all 1.
-        Samples with advantage 0 are scored for the metrics, without a backward pass. Returns sums over all ranks.
+        dense: per sample a float32 [T] that is added to its advantage, token by token; None: nothing.
+        Samples whose advantages are all 0 are scored for the metrics, without a backward pass. Returns sums over all ranks.
         Raises NonFiniteError when a loss is not finite; the accumulated gradient is then dropped.
         """
         ...

@@ -24,7 +24,7 @@ from trainer.checkpoint import DIRECTORY, Part, load, save_checkpoint
 from trainer.comparison import Comparison, StepPair, VersionPair
 from trainer.errors import ReplayError
 from trainer.fsdp import FsdpPolicy
-from trainer.loop import advantages_of, options_of
+from trainer.loop import advantages_of, dense_of, options_of
 from trainer.models import prepare_model
 from trainer.policy import Policy
 from trainer.randomness import Randomness
@@ -121,6 +121,7 @@ class _Retraining:
             advantages,
             options_of(settings.trainer),
             weights=weights_of(_weighting(recorded.weighting, self._again.overridden), samples),
+            dense=dense_of(samples, settings.trainer),
         )
         self._step = recorded.step
         self.comparison.steps.append(StepPair(recorded=recorded, loss=report.loss, grad_norm=report.grad_norm))

@@ -37,11 +37,13 @@ def train_step(
     options: UpdateOptions,
     *,
     weights: Sequence[npt.NDArray[np.float32]] | None = None,
+    dense: Sequence[npt.NDArray[np.float32]] | None = None,
     before_change: Callable[[], None] = lambda: None,
 ) -> StepReport:
     """Take one optimizer step on `samples` with one advantage each (float32 [n]).
 
     weights: per sample a float32 [T] that multiplies its tokens' losses; the denominator stays the number of trained tokens.
+    dense: per sample a float32 [T] that is added to its advantage, token by token.
     before_change: called once the gradient is there, before the model's weights change; not for a step without a signal.
 
     The order of samples does not change which gradient is computed, only its rounding. Raises NonFiniteError (weights
@@ -51,11 +53,17 @@ def train_step(
         raise ValueError(f"advantages: got shape {advantages.shape}, expected [{len(samples)}], one per sample")
     if weights is not None and [one.shape for one in weights] != [(sample.num_tokens,) for sample in samples]:
         raise ValueError("weights: expected one float32 [T] per sample, of its own length")
+    if dense is not None and [one.shape for one in dense] != [(sample.num_tokens,) for sample in samples]:
+        raise ValueError("dense: expected one float32 [T] per sample, of its own length")
     num_trained = sum(sample.num_trained_tokens for sample in samples)
     has_signal = any(a != 0 and sample.num_trained_tokens for sample, a in zip(samples, advantages, strict=True))
+    if dense is not None:
+        has_signal |= any((one * sample.loss_mask).any() for sample, one in zip(samples, dense, strict=True))
     started = time.perf_counter()
     sums = (
-        policy.accumulate(samples, advantages, denominator=max(num_trained, 1), options=options.loss, weights=weights)
+        policy.accumulate(
+            samples, advantages, denominator=max(num_trained, 1), options=options.loss, weights=weights, dense=dense
+        )
         if num_trained
         else TokenSums()
     )
