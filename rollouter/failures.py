@@ -21,6 +21,7 @@ from agent_loop.errors import (
     RewardError,
     RewardTimeout,
     RewardUnavailable,
+    ToolUnavailable,
     Unscored,
 )
 from rollouter.errors import TooManyFailures
@@ -42,6 +43,8 @@ class FailureReason(StrEnum):
     """The row's fault: nothing could be scored against it."""
     UNSCORED = "unscored"
     """The reward gave None."""
+    TOOL_UNAVAILABLE = "tool unavailable"
+    """A tool's infrastructure failed as often as it was asked: a sandbox, an MCP server."""
     NO_ROOM = "no room"
     AGENT_LOOP_FAILED = "agent loop failed"
     BAD_SAMPLE = "bad sample"
@@ -76,7 +79,11 @@ NO_FAULT = frozenset(
 )
 """Given up for what happened elsewhere."""
 
-TASK_FAULT = frozenset(FailureReason) - NO_FAULT - {FailureReason.ENGINE_UNAVAILABLE, FailureReason.REWARD_UNAVAILABLE}
+_INFRASTRUCTURE = frozenset(
+    {FailureReason.ENGINE_UNAVAILABLE, FailureReason.REWARD_UNAVAILABLE, FailureReason.TOOL_UNAVAILABLE}
+)
+
+TASK_FAULT = frozenset(FailureReason) - NO_FAULT - _INFRASTRUCTURE
 """Counts towards the quarantine of the task."""
 
 _REASONS: tuple[tuple[type[BaseException], FailureReason], ...] = (
@@ -90,6 +97,7 @@ _REASONS: tuple[tuple[type[BaseException], FailureReason], ...] = (
     (BadGroundTruth, FailureReason.BAD_GROUND_TRUTH),
     (Unscored, FailureReason.UNSCORED),
     (RewardError, FailureReason.REWARD_FAILED),
+    (ToolUnavailable, FailureReason.TOOL_UNAVAILABLE),
     (NoRoom, FailureReason.NO_ROOM),
     (LoopError, FailureReason.AGENT_LOOP_FAILED),
     (WireError, FailureReason.BAD_SAMPLE),

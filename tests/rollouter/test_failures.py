@@ -14,6 +14,8 @@ from agent_loop.errors import (
     RewardError,
     RewardTimeout,
     RewardUnavailable,
+    ToolError,
+    ToolUnavailable,
     Unscored,
 )
 from rollouter.errors import TooManyFailures
@@ -33,6 +35,8 @@ from sample_bus.errors import SampleTooLarge, WireError
         (RewardTimeout(), FailureReason.REWARD_TIMEOUT),
         (BadGroundTruth(), FailureReason.BAD_GROUND_TRUTH),
         (Unscored(), FailureReason.UNSCORED),
+        (ToolUnavailable(), FailureReason.TOOL_UNAVAILABLE),
+        (ToolError(), FailureReason.AGENT_LOOP_FAILED),
         (NoRoom(), FailureReason.NO_ROOM),
         (LoopError(), FailureReason.AGENT_LOOP_FAILED),
         (WireError(), FailureReason.BAD_SAMPLE),
@@ -98,4 +102,7 @@ def test_a_share_is_taken_of_a_full_window_only() -> None:
 def test_an_unavailable_reward_is_asked_again_in_one_place_and_never_the_tasks_fault() -> None:
     """B105"""
     assert FailureReason.REWARD_UNAVAILABLE in FINAL - TASK_FAULT
+    assert FailureReason.TOOL_UNAVAILABLE not in FINAL | TASK_FAULT | NO_FAULT, (
+        "another attempt may find it; the row is not to blame"
+    )
     assert FailureReason.BAD_GROUND_TRUTH in FINAL & TASK_FAULT
