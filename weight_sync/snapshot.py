@@ -5,6 +5,7 @@ Invariant: a snapshot does not change while it is held; the trainer may go on tr
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -16,8 +17,11 @@ from weight_sync.arena import Arena
 from weight_sync.manifest import Manifest, TensorSpec
 from weight_sync.tensors import copy_flat, wire_dtype_of, without_aliases
 
-_NUM_HASHING = 2
-"""Threads that hash what has been copied while the next tensor is: the copy is bound by memory, the hash is not."""
+_CHUNK_BYTES = 1 << 20
+"""Copied, then hashed while the cache holds it."""
+_MAX_THREADS = 8
+_AHEAD = 2
+"""Tensors for each thread that may be waiting for it: a sharded one is gathered whole before."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,14 +53,32 @@ def take_snapshot(
     specs: list[TensorSpec] = []
     hashes: list[Future[int]] = []
     tensors: list[torch.Tensor] = []
-    with ThreadPoolExecutor(_NUM_HASHING, thread_name_prefix="weights-hash") as pool:
+    num_threads = num_copying()
+    with ThreadPoolExecutor(num_threads, thread_name_prefix="weights-copy") as pool:
         for name, tensor in without_aliases(named_tensors, aliases):
             spec = TensorSpec(name=name, dtype=wire_dtype_of(tensor, dtype), shape=tuple(tensor.shape))
             memory = arena.take(spec.num_bytes)
-            copy_flat(memory.view(spec.dtype), tensor, 0)
-            hashes.append(pool.submit(xxhash.xxh3_64_intdigest, memory.numpy().data))
+            if len(hashes) >= _AHEAD * num_threads:
+                hashes[-_AHEAD * num_threads].result()
+            hashes.append(pool.submit(_copy_in, memory, spec, tensor))
             specs.append(spec)
             tensors.append(memory.view(spec.dtype).view(spec.shape))
         checksums = tuple(digest.result() for digest in hashes)
     manifest = Manifest(specs=tuple(specs), checksums=checksums, aliases=tuple(aliases))
     return Snapshot(policy_version=policy_version, manifest=manifest, tensors=tuple(tensors))
+
+
+def num_copying() -> int:
+    """Threads that copy and hash: one for each core that this process may use, up to eight."""
+    return min(_MAX_THREADS, len(os.sched_getaffinity(0)))
+
+
+@torch.no_grad()
+def _copy_in(memory: torch.Tensor, spec: TensorSpec, tensor: torch.Tensor) -> int:
+    """The checksum of what was copied."""
+    hasher = xxhash.xxh3_64()
+    for start in range(0, spec.num_bytes, _CHUNK_BYTES):
+        window = memory[start : start + _CHUNK_BYTES]
+        copy_flat(window.view(spec.dtype), tensor, start // spec.dtype.itemsize)
+        hasher.update(window.numpy().data)
+    return hasher.intdigest()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
+import numpy as np
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
@@ -38,7 +39,12 @@ def copy_flat(destination: torch.Tensor, source: torch.Tensor, start: int) -> No
     if count == 0:
         return
     if source.is_contiguous():
-        destination.copy_(source.view(-1)[start : start + count])
+        part = source.view(-1)[start : start + count]
+        if part.dtype == destination.dtype and part.device.type == "cpu" == destination.device.type:
+            # the C library's memcpy, which is up to twice as fast as torch's copy of equal dtypes
+            np.copyto(destination.view(torch.uint8).numpy(), part.view(torch.uint8).numpy())
+        else:
+            destination.copy_(part)
         return
     row_elements = source[0].numel()
     done = 0
