@@ -7,6 +7,7 @@ next task is the one that follows; no task is lost and none is repeated. A promp
 from __future__ import annotations
 
 import importlib
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -35,6 +36,8 @@ MAX_ROWS_IN_MEMORY = 20_000
 """With data.filter=auto, more rows are not all encoded at the start."""
 LOOK_AHEAD = 64
 """Numbers of the order that are made ready ahead."""
+PREPARE_FROM = 20_000
+"""Epochs of at least so many issues have their order made by a thread, half an epoch ahead."""
 
 Curriculum = Callable[[Sequence[Task], int, int], Sequence[int]]
 """(tasks, epoch, seed) → positions in the order in which they come in that epoch; as many as there are tasks."""
@@ -137,6 +140,8 @@ class PromptSource:
         self._num_epochs = num_epochs
         self._issued = 0
         self._expected = 0
+        self._prepared = 0
+        """Epoch whose order a thread was asked for last."""
 
     @property
     def cursor(self) -> PromptCursor:
@@ -191,11 +196,22 @@ class PromptSource:
             return None
         number = self._issued + ahead
         self._look_ahead(number)
+        self._prepare(number)
         epoch, position = self._order.at(number)
         found = self._table.at(position)
         if isinstance(found, Refusal):
             return Refused(number=number, epoch=epoch, reason=found)
         return Issue(number=number, epoch=epoch, task=found)
+
+    def _prepare(self, number: int) -> None:
+        """Drawing millions of numbers, or a user's curriculum, must not hold up the event loop where an epoch begins."""
+        size = self.num_tasks
+        epoch, place = divmod(number, size)
+        following = epoch + 1
+        if size < PREPARE_FROM or 2 * place < size or following <= self._prepared or following == self._num_epochs:
+            return
+        self._prepared = following
+        threading.Thread(target=self._order.prepare, args=(following,), name="order-ahead", daemon=True).start()
 
     def _look_ahead(self, number: int) -> None:
         """Tell a table that makes its tasks what comes, a piece at a time."""

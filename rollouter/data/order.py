@@ -7,6 +7,7 @@ other, and within one part no row comes again before all others of it have come 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 
 import numpy as np
 import numpy.typing as npt
@@ -54,11 +55,17 @@ class Order:
 
     def epoch(self, epoch: int) -> Positions:
         """[epoch_size] positions of the epoch. Raises DataError when the curriculum gives no such order."""
-        if epoch not in self._kept:
+        order = self._kept.get(epoch)
+        if order is None:
             order = self._order(epoch)
-            self._kept = {known: self._kept[known] for known in (epoch - 1, epoch + 1) if known in self._kept}
-            self._kept[epoch] = order
-        return self._kept[epoch]
+            kept = self._kept  # replaced whole, never changed: another thread may be reading it
+            self._kept = {epoch: order, **{one: kept[one] for one in (epoch - 1, epoch + 1) if one in kept}}
+        return order
+
+    def prepare(self, epoch: int) -> None:
+        """Make the epoch's order, in a thread, for `epoch` to find. An error is left to the one who needs the order."""
+        with suppress(DataError):
+            self.epoch(epoch)
 
     def _order(self, epoch: int) -> Positions:
         if self._curriculum is not None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -10,8 +12,9 @@ from hypothesis import strategies as st
 from agent_loop.task import Task
 from configs.schema import DataSettings
 from rollouter.codec import Codec
+from rollouter.data.order import Order
 from rollouter.errors import DataError
-from rollouter.prompts import PromptCursor, PromptSource, encode, prepare, split
+from rollouter.prompts import PREPARE_FROM, PromptCursor, PromptSource, encode, prepare, split
 from rollouter.tasks import Row, load_rows
 from tests.fakes.fake_engine import FakeTokenizer
 
@@ -160,3 +163,35 @@ def test_task_ids_are_unique_and_stable() -> None:
     ids = [[task.task_id for task in encode(rows, Codec(FakeTokenizer()), max_prompt_tokens=9)] for _ in range(2)]
     assert ids[0] == ids[1]
     assert len(set(ids[0])) == 3
+
+
+def test_the_next_order_of_much_data_is_made_by_a_thread_and_asked_for_once() -> None:
+    """A user's curriculum must not hold up the event loop where an epoch begins."""
+    made: dict[int, str] = {}
+    came = threading.Event()
+
+    def curriculum(epoch: int) -> range:
+        assert epoch not in made
+        made[epoch] = threading.current_thread().name
+        if epoch == 1:
+            came.set()
+        return range(PREPARE_FROM)
+
+    order = Order((PREPARE_FROM,), seed=0, shuffle=False, curriculum=curriculum)
+    source = PromptSource(_tasks(1) * PREPARE_FROM, seed=0, shuffle=False, num_epochs=2, order=order)
+    source.skip(PREPARE_FROM // 2 - 1)
+    assert source.next() is not None
+    assert set(made) == {0}
+    assert source.next() is not None
+    assert came.wait(30)
+    source.skip(source.remaining or 0)
+    assert source.next() is None
+    assert made == {0: threading.current_thread().name, 1: "order-ahead"}
+
+
+def test_an_order_that_cannot_be_made_ahead_is_an_error_where_it_is_needed() -> None:
+    order = Order((2,), seed=0, shuffle=False, curriculum=lambda epoch: [0, 1][epoch:])
+    order.prepare(1)
+    assert order.epoch(0).tolist() == [0, 1]
+    with pytest.raises(DataError, match="epoch 1: got 1 positions"):
+        order.epoch(1)
