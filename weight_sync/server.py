@@ -42,6 +42,8 @@ log = structlog.get_logger()
 
 _MAX_VERSIONS = 2
 _MAX_ARENAS = _MAX_VERSIONS + 1
+_RETURN_GRACE_S = 0.5
+"""Receivers that have moved on say so at once."""
 _CUT_GRACE_S = 5.0
 _AUTO_DELTA = frozenset({TransportName.TCP, TransportName.COLLECTIVE})
 """Where bytes cost more than the comparison of two versions does."""
@@ -333,7 +335,12 @@ class WeightServer:
         return before
 
     def _take_arena(self, policy_version: int) -> Arena:
-        arena = self._pool.take()
+        """Memory for a version: that of the version before last, or, while that is still read, other memory if there is enough;
+        only where memory is short does training wait for who reads it."""
+        arena = self._pool.take(timeout_s=_RETURN_GRACE_S)
+        if arena is None and self._has_room_for_another():
+            log.info("an older version is still read, other memory is taken", policy_version=policy_version)
+            return self._pool.take_anyway()
         if arena is None:
             timeout_s = self._settings.round_timeout_s
             log.warning("training waits for memory that is still read", policy_version=policy_version, timeout_s=timeout_s)
@@ -342,6 +349,11 @@ class WeightServer:
             self._cut_late(policy_version)
             arena = self._pool.take(timeout_s=_CUT_GRACE_S)
         return arena or self._pool.take_anyway()
+
+    def _has_room_for_another(self) -> bool:
+        with self._changed:
+            num_bytes = self._held[-1].snapshot.manifest.total_bytes if self._held else 0
+        return has_room(num_bytes, available_bytes=available_memory())
 
     def _cut_late(self, policy_version: int) -> None:
         """End what still receives or reads versions that are not served any more."""
