@@ -67,9 +67,7 @@ def test_two_tensors_with_one_name_are_refused(tmp_path: Path) -> None:
         server.publish(weights(1).items(), policy_version=1)
 
 
-@pytest.mark.parametrize(
-    "path", ["no.such.module:f", "weight_sync:missing", "weight_sync:PeerFailed.x", ":"]
-)
+@pytest.mark.parametrize("path", ["no.such.module:f", "weight_sync:missing", "weight_sync:PeerFailed.x", ":"])
 def test_a_name_map_that_is_not_there_is_said_at_the_start(tmp_path: Path, path: str) -> None:
     with pytest.raises(WeightSyncError, match="name_map"), serving(tmp_path, name_map=path):
         pass
