@@ -101,11 +101,17 @@ def said(process: subprocess.Popen[str]) -> str:
     return process.stdout.readline().strip()
 
 
-def leftovers() -> list[str]:
-    """Shared memory of ours that is still mapped here or has a name on this machine."""
+def mappings() -> set[str]:
+    """Where shared memory of ours is mapped into this process."""
     gc.collect()
-    mapped = [line for line in Path("/proc/self/maps").read_text().splitlines() if "memfd:headrace" in line]
-    return mapped + [file.name for file in Path("/dev/shm").iterdir() if "weights" in file.name]
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    return {line.split()[0] for line in lines if "memfd:headrace" in line}
+
+
+def leftovers(before: set[str]) -> list[str]:
+    """Shared memory of ours that is mapped here and was not `before`, or has a name on this machine. What other tests of this
+    process hold is theirs."""
+    return [*(mappings() - before), *(file.name for file in Path("/dev/shm").iterdir() if "weights" in file.name)]
 
 
 def open_descriptors() -> int:
@@ -239,6 +245,7 @@ def test_many_engines_receive_at_once(tmp_path: Path) -> None:
 
 def test_a_receiver_that_raises_is_quoted_with_the_bucket_and_can_come_back(tmp_path: Path) -> None:
     """B22."""
+    before = mappings()
     with serving(tmp_path) as (server, outcomes):
         server.publish(weights(1).items(), policy_version=1)
         with pytest.raises(RuntimeError, match="no room"), open_transfer(server, 1, nonce="first") as channel:
@@ -249,11 +256,12 @@ def test_a_receiver_that_raises_is_quoted_with_the_bucket_and_can_come_back(tmp_
         assert "segment" in failure.reason
         assert_same(pull(server, 1, nonce="second"), weights(1))
         assert outcomes.staged.get(timeout=WAIT_S).nonce == "second"
-    assert leftovers() == []
+    assert leftovers(before) == []
 
 
 def test_an_engine_killed_in_mid_stream_is_reported_and_does_not_stop_the_others(tmp_path: Path) -> None:
     """B03, B22: kill -9 of the receiver."""
+    before = mappings()
     with serving(tmp_path) as (server, outcomes):
         server.publish(weights(1).items(), policy_version=1)
         with peer("engine", server.address, "1", "stall") as process:
@@ -267,7 +275,7 @@ def test_an_engine_killed_in_mid_stream_is_reported_and_does_not_stop_the_others
         for version in (2, 3, 4):
             server.publish(weights(version).items(), policy_version=version)
         assert_same(pull(server, 4), weights(4))
-    assert leftovers() == []
+    assert leftovers(before) == []
     assert list(tmp_path.iterdir()) == []
 
 
@@ -361,6 +369,7 @@ def test_a_byte_that_changes_on_the_way_is_noticed(tmp_path: Path) -> None:
 
 def test_a_server_killed_in_mid_stream_ends_the_receiver_and_leaves_no_memory(tmp_path: Path) -> None:
     """B03, B04: kill -9 of the sender, three times; the next server takes the same address."""
+    before = mappings()
     for _ in range(3):
         with peer("server", str(tmp_path)) as process:
             address = said(process)
@@ -375,7 +384,7 @@ def test_a_server_killed_in_mid_stream_ends_the_receiver_and_leaves_no_memory(tm
         assert server.address == address
         server.publish(weights(2).items(), policy_version=2)
         assert_same(pull(server, 2), weights(2))
-    assert leftovers() == []
+    assert leftovers(before) == []
     assert list(tmp_path.iterdir()) == []
 
 

@@ -28,7 +28,7 @@ from tests.weight_sync.conformance.halting import (
     stage,
 )
 from tests.weight_sync.peers import weights
-from tests.weight_sync.test_server import WAIT_S, Outcomes, assert_same, leftovers
+from tests.weight_sync.test_server import WAIT_S, Outcomes, assert_same, leftovers, mappings
 from weight_sync import WeightServer
 from weight_sync.staging import StagingArea, StagingState
 
@@ -85,22 +85,28 @@ def serving(directory: Path, variant: str, **changes: float) -> Iterator[tuple[W
         yield server, outcomes
 
 
+@dataclass(frozen=True)
+class Before:
+    mappings: set[str]
+    num_descriptors: int
+
+
 def num_descriptors() -> int:
     return len(list(Path("/proc/self/fd").iterdir()))
 
 
-def check_clean(directory: Path, fds_before: int) -> None:
+def check_clean(directory: Path, before: Before) -> None:
     """No socket, file, thread, descriptor or shared memory is left of what was served from `directory`."""
     gc.collect()
     assert not [path for path in directory.rglob("*") if not path.is_dir()]
     assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("weights-")]
-    assert not leftovers()
-    assert num_descriptors() <= fds_before
+    assert not leftovers(before.mappings)
+    assert num_descriptors() <= before.num_descriptors
 
 
-def warm_up(directory: Path, variant: str) -> int:
+def warm_up(directory: Path, variant: str) -> Before:
     """Libraries open descriptors and threads of their own at their first transfer, and so does the process that forks the
-    children; how many descriptors there are then."""
+    children; what there is then."""
     with child(idle):
         pass
     with serving(directory, variant) as (server, _):
@@ -109,15 +115,14 @@ def warm_up(directory: Path, variant: str) -> int:
         assert stage(area, server.address, 1, timeout_s=WAIT_S) is StagingState.STAGED
         area.close()
     del area
-    gc.collect()
-    return num_descriptors()
+    return Before(mappings=mappings(), num_descriptors=num_descriptors())
 
 
 @pytest.mark.parametrize("phase", ReceiverPhase)
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_a_receiver_killed_in_any_phase_leaves_the_next_round_whole(tmp_path: Path, variant: str, phase: ReceiverPhase) -> None:
     """B03, B05, B22."""
-    fds_before = warm_up(tmp_path, variant)
+    before = warm_up(tmp_path, variant)
     with serving(tmp_path, variant) as (server, outcomes):
         server.publish(weights(1).items(), policy_version=1)
         with child(run_receiver, server.address, phase.value, WAIT_S) as receiver:
@@ -140,7 +145,7 @@ def test_a_receiver_killed_in_any_phase_leaves_the_next_round_whole(tmp_path: Pa
             assert_same(area.loaded.tensors, expected)
         area.close()
     del area
-    check_clean(tmp_path, fds_before)
+    check_clean(tmp_path, before)
 
 
 @pytest.mark.parametrize("phase", SenderPhase)
@@ -149,7 +154,7 @@ def test_a_sender_killed_in_any_phase_leaves_the_old_weights_and_its_successor_s
     tmp_path: Path, variant: str, phase: SenderPhase
 ) -> None:
     """B02, B03, B04."""
-    fds_before = warm_up(tmp_path, variant)
+    before = warm_up(tmp_path, variant)
     area = StagingArea(check_manifest=lambda manifest: None)
     with child(run_sender, str(tmp_path), variant, phase.value) as sender:
         address = sender.said()
@@ -178,7 +183,7 @@ def test_a_sender_killed_in_any_phase_leaves_the_old_weights_and_its_successor_s
         assert_same(area.loaded.tensors, changed(3))
         area.close()
     del area
-    check_clean(tmp_path, fds_before)
+    check_clean(tmp_path, before)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
