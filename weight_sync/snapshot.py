@@ -6,6 +6,7 @@ Invariant: a snapshot does not change while it is held; the trainer may go on tr
 from __future__ import annotations
 
 import os
+from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
@@ -17,11 +18,11 @@ from weight_sync.arena import Arena
 from weight_sync.manifest import Manifest, TensorSpec
 from weight_sync.tensors import copy_flat, wire_dtype_of, without_aliases
 
-_CHUNK_BYTES = 1 << 20
+_CHUNK_BYTES = 2 << 20
 """Copied, then hashed while the cache holds it."""
 _MAX_THREADS = 8
-_AHEAD = 2
-"""Tensors for each thread that may be waiting for it: a sharded one is gathered whole before."""
+_AHEAD_BYTES = 256 << 20
+"""Of tensors that may be waiting for a thread: a sharded one is gathered whole before."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,14 +54,19 @@ def take_snapshot(
     specs: list[TensorSpec] = []
     hashes: list[Future[int]] = []
     tensors: list[torch.Tensor] = []
-    num_threads = num_copying()
-    with ThreadPoolExecutor(num_threads, thread_name_prefix="weights-copy") as pool:
+    waiting: deque[tuple[Future[int], int]] = deque()
+    waiting_bytes = 0
+    with ThreadPoolExecutor(num_copying(), thread_name_prefix="weights-copy") as pool:
         for name, tensor in without_aliases(named_tensors, aliases):
             spec = TensorSpec(name=name, dtype=wire_dtype_of(tensor, dtype), shape=tuple(tensor.shape))
             memory = arena.take(spec.num_bytes)
-            if len(hashes) >= _AHEAD * num_threads:
-                hashes[-_AHEAD * num_threads].result()
+            while waiting and waiting_bytes > _AHEAD_BYTES:
+                future, num_bytes = waiting.popleft()
+                future.result()
+                waiting_bytes -= num_bytes
             hashes.append(pool.submit(_copy_in, memory, spec, tensor))
+            waiting.append((hashes[-1], spec.num_bytes))
+            waiting_bytes += spec.num_bytes
             specs.append(spec)
             tensors.append(memory.view(spec.dtype).view(spec.shape))
         checksums = tuple(digest.result() for digest in hashes)
