@@ -33,15 +33,15 @@ def cache_dir() -> Path:
     return (Path(base) if base else Path.home() / ".cache") / "headrace"
 
 
-def make_run_dir(path: Path) -> None:
-    """Make `path` if need be and see that files can be made in it. Raises ConfigError."""
+def make_run_dir(path: Path, key: str = "run_dir") -> None:
+    """Make `path` if need be and see that files can be made in it. Raises ConfigError naming `key`."""
     try:
         path.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=path):
             pass
     except OSError as error:
         raise ConfigError(
-            f"run_dir={path}: {(error.strerror or str(error)).lower()}; expected a directory that can be made and written"
+            f"{key}={path}: {(error.strerror or str(error)).lower()}; expected a directory that can be made and written"
         ) from None
 
 

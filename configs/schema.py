@@ -775,6 +775,15 @@ class Settings(Section):
                 f"weight_sync.listen_host={weights.listen_host} with weight_sync.transport=collective sends the weights in "
                 "plain to whoever can reach it: use weight_sync.transport=tcp (or set bus.allow_insecure=true)"
             )
+        if (
+            weights.advertised_host is not None
+            and is_loopback(weights.advertised_host.strip("[]"))
+            and not is_loopback(weights.listen_host.strip("[]"))
+        ):
+            problems.append(
+                f"weight_sync.advertised_host={weights.advertised_host} leads nowhere from other hosts, and "
+                f"weight_sync.listen_host={weights.listen_host} is meant for them"
+            )
         if problems:
             raise ValueError("; ".join(problems))
         return self

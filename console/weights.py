@@ -12,6 +12,8 @@ from console.run_dirs import LiveRun
 from sample_bus.weight_checks import AskWeightCheck, EngineVerdict, Verdict, WeightCheck
 
 _SHOWN = 20
+_ATTACH_S = 5.0
+"""For a trainer to answer at all."""
 _MARGIN_S = 5.0
 """For the answer's own way, beyond the time that the engines have."""
 
@@ -81,5 +83,5 @@ def _table(engines: tuple[EngineVerdict, ...]) -> list[str]:
 
 
 async def _ask(run: LiveRun, asked: AskWeightCheck) -> WeightCheck:
-    async with attached(run.bus, run.address, timeout_s=asked.timeout_s) as link:
+    async with attached(run.bus, run.address, timeout_s=min(asked.timeout_s, _ATTACH_S)) as link:
         return await link.request("weights.check", asked, WeightCheck, timeout_s=asked.timeout_s + _MARGIN_S)

@@ -81,6 +81,8 @@ async def run(settings: Settings) -> None:
     _listen_to_signals(drain, stop)
     check_source(settings.model)
     make_run_dir(settings.run_dir)
+    if settings.weight_sync.transport == "file" and settings.weight_sync.directory is not None:
+        make_run_dir(settings.weight_sync.directory, "weight_sync.directory")
     address = bus_address(settings)
     with contextlib.ExitStack() as held:
         try:

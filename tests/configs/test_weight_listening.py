@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from configs.errors import ConfigError
 from configs.loader import load
+from configs.paths import make_run_dir
 
 COLLECTIVE = "weight_sync.transport=collective"
 
@@ -26,3 +29,15 @@ def test_a_collective_of_this_host_is_taken(host: str) -> None:
 def test_tcp_beyond_this_host_is_taken_since_it_is_encrypted() -> None:
     settings = load(None, ["weight_sync.transport=tcp", "weight_sync.listen_host=0.0.0.0"], environment={})
     assert settings.weight_sync.transport == "tcp"
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "::1"])
+def test_an_address_that_leads_nowhere_is_not_given_to_other_hosts(host: str) -> None:
+    """B177"""
+    with pytest.raises(ConfigError, match=r"weight_sync\.advertised_host=.* leads nowhere from other hosts"):
+        load(None, ["weight_sync.listen_host=0.0.0.0", f"weight_sync.advertised_host={host}"], environment={})
+
+
+def test_a_directory_that_cannot_be_written_is_named_by_its_key() -> None:
+    with pytest.raises(ConfigError, match=r"^weight_sync\.directory=/proc/nowhere: "):
+        make_run_dir(Path("/proc/nowhere"), "weight_sync.directory")
