@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Iterator
 from enum import StrEnum
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection as Pipe
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +21,14 @@ import torch
 from configs.schema import WeightSyncSettings
 from tests.weight_sync.peers import weights
 from weight_sync import StageReport, WeightServer, open_receiver, receive_weights, staging
+from weight_sync.connection import Connection
+from weight_sync.packets import FilePassed, SegmentPassed
 from weight_sync.staging import StagingArea, StagingState
 
 BUCKET_BYTES = 1 << 16
+LARGE_BUCKET_BYTES = 4 << 20
+LARGE_ELEMENTS = 3 << 20
+"""Of each tensor of a `large` variant, whose messages are sent from where the weights lie."""
 FOREVER_S = 600.0
 
 
@@ -53,22 +58,28 @@ def context() -> Any:
     return made
 
 
-def changed(seed: int) -> dict[str, torch.Tensor]:
-    """`weights(1)` with a few elements of each tensor changed: what changed is far less than all."""
-    tensors = weights(1)
+def first(variant: str) -> dict[str, torch.Tensor]:
+    """Version 1."""
+    return weights(1, elements=LARGE_ELEMENTS) if "large" in variant else weights(1)
+
+
+def changed(seed: int, variant: str) -> dict[str, torch.Tensor]:
+    """Version 1 with a few elements of each tensor changed: what changed is far less than all."""
+    tensors = first(variant)
     for index, tensor in enumerate(tensors.values()):
         tensor[seed + index :: 500] += seed
     return tensors
 
 
 def settings_of(variant: str) -> WeightSyncSettings:
-    """`shared_memory`, or `shared_memory delta`, which goes through the ring of two buckets."""
-    transport, _, encoding = variant.partition(" ")
+    """A transport, and how it is used: `shared_memory delta` goes through the ring of two buckets, `tcp large` sends from the
+    snapshot without a copy."""
+    transport, _, use = variant.partition(" ")
     return WeightSyncSettings.model_validate(
         {
             "transport": transport,
-            "encoding": encoding or "full",
-            "bucket_bytes": BUCKET_BYTES,
+            "encoding": "delta" if use == "delta" else "full",
+            "bucket_bytes": LARGE_BUCKET_BYTES if use == "large" else BUCKET_BYTES,
             "bucket_timeout_s": 20.0,
             "connect_timeout_s": 20.0,
         }
@@ -78,7 +89,7 @@ def settings_of(variant: str) -> WeightSyncSettings:
 class Halt:
     """Says once where this process is, and stays there."""
 
-    def __init__(self, pipe: Connection, phase: str) -> None:
+    def __init__(self, pipe: Pipe, phase: str) -> None:
         self._pipe = pipe
         self._phase = phase
         self.is_armed = False
@@ -92,7 +103,7 @@ class Halt:
 # ── the receiver ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-def run_receiver(pipe: Connection, address: str, phase: str, timeout_s: float) -> None:
+def run_receiver(pipe: Pipe, address: str, phase: str, timeout_s: float) -> None:
     """Load version 1, say so, and upon a word stage version 2 as far as `phase`."""
     _quiet()
     halt = Halt(pipe, phase)
@@ -162,8 +173,6 @@ class Halting:
         self._channel.finish(end)
 
     def lend(self, *arguments: Any) -> None:
-        for phase in (SenderPhase.MANIFEST, SenderPhase.MIDDLE):
-            self._halt.at(phase)
         self._channel.lend(*arguments)
         self._halt.at(SenderPhase.BEFORE_END)
 
@@ -176,7 +185,7 @@ class Halting:
             self._halt.at(SenderPhase.MIDDLE)
 
 
-def run_sender(pipe: Connection, directory: str, variant: str, phase: str) -> None:
+def run_sender(pipe: Pipe, directory: str, variant: str, phase: str) -> None:
     """Serve version 1, say where, and upon a word version 2 as far as `phase`."""
     _quiet()
     halt = Halt(pipe, phase)
@@ -198,6 +207,7 @@ def run_sender(pipe: Connection, directory: str, variant: str, phase: str) -> No
         halt.at(SenderPhase.AFTER_CONFIRM)
         noted(self, *arguments)
 
+    _halt_while_lending(halt)
     for name, wrapped in (("_take", take), ("_send", send), ("_lend", staticmethod(lend)), ("_note_staged", note)):
         setattr(WeightServer, name, wrapped)
     reported: list[StageReport] = []
@@ -208,13 +218,35 @@ def run_sender(pipe: Connection, directory: str, variant: str, phase: str) -> No
         on_staged=reported.append,
         on_failed=lambda failure: None,
     ) as server:
-        server.publish(weights(1).items(), policy_version=1)
+        server.publish(first(variant).items(), policy_version=1)
         pipe.send(server.address)
         pipe.recv()
-        server.publish(changed(2).items(), policy_version=2)
+        server.publish(changed(2, variant).items(), policy_version=2)
         halt.is_armed = True
         pipe.send("ready")
         time.sleep(FOREVER_S)
+
+
+def _halt_while_lending(halt: Halt) -> None:
+    """Memory: between the table and the first segment, and behind a segment. A file: written and not named yet, and named but
+    not passed."""
+    send, rename = Connection.send, Path.rename
+
+    def send_and_halt(self: Connection, packet: Any, fd: int | None = None) -> None:
+        if isinstance(packet, SegmentPassed) and packet.index == 0:
+            halt.at(SenderPhase.MANIFEST)
+        if isinstance(packet, FilePassed):
+            halt.at(SenderPhase.MIDDLE)
+        send(self, packet, fd)
+        if isinstance(packet, SegmentPassed):
+            halt.at(SenderPhase.MIDDLE)
+
+    def halt_and_rename(self: Path, target: Any) -> Path:
+        halt.at(SenderPhase.MANIFEST)
+        return rename(self, target)
+
+    for owner, name, wrapped in ((Connection, "send", send_and_halt), (Path, "rename", halt_and_rename)):
+        setattr(owner, name, wrapped)
 
 
 def _quiet() -> None:

@@ -21,6 +21,7 @@ from tests.weight_sync.conformance.halting import (
     SenderPhase,
     changed,
     context,
+    first,
     load,
     run_receiver,
     run_sender,
@@ -34,7 +35,7 @@ from weight_sync.staging import StagingArea, StagingState
 
 pytestmark = pytest.mark.slow
 
-VARIANTS = ["shared_memory", "shared_memory delta", "file", "tcp", "tcp delta", "collective"]
+VARIANTS = ["shared_memory", "shared_memory delta", "file", "tcp", "tcp delta", "tcp large", "collective"]
 UNKNOWN_TO_THE_SERVER = (ReceiverPhase.BEFORE_HELLO,)
 DONE_FOR_THE_SERVER = (ReceiverPhase.AFTER_CONFIRM, ReceiverPhase.STAGED)
 
@@ -110,7 +111,7 @@ def warm_up(directory: Path, variant: str) -> Before:
     with child(idle):
         pass
     with serving(directory, variant) as (server, _):
-        server.publish(weights(1).items(), policy_version=1)
+        server.publish(first(variant).items(), policy_version=1)
         area = StagingArea(check_manifest=lambda manifest: None)
         assert stage(area, server.address, 1, timeout_s=WAIT_S) is StagingState.STAGED
         area.close()
@@ -124,11 +125,11 @@ def test_a_receiver_killed_in_any_phase_leaves_the_next_round_whole(tmp_path: Pa
     """B03, B05, B22."""
     before = warm_up(tmp_path, variant)
     with serving(tmp_path, variant) as (server, outcomes):
-        server.publish(weights(1).items(), policy_version=1)
+        server.publish(first(variant).items(), policy_version=1)
         with child(run_receiver, server.address, phase.value, WAIT_S) as receiver:
             assert receiver.said() == "loaded"
             assert outcomes.staged.get(timeout=WAIT_S).policy_version == 1
-            server.publish(changed(2).items(), policy_version=2)
+            server.publish(changed(2, variant).items(), policy_version=2)
             receiver.pipe.send("go")
             assert receiver.said() == "halted"
             receiver.kill()
@@ -136,9 +137,9 @@ def test_a_receiver_killed_in_any_phase_leaves_the_next_round_whole(tmp_path: Pa
                 assert outcomes.staged.get(timeout=WAIT_S).policy_version == 2
             elif phase not in UNKNOWN_TO_THE_SERVER:
                 assert outcomes.failed.get(timeout=WAIT_S).policy_version == 2
-        server.publish(changed(3).items(), policy_version=3)
+        server.publish(changed(3, variant).items(), policy_version=3)
         area = StagingArea(check_manifest=lambda manifest: None)
-        for version, expected in ((2, changed(2)), (3, changed(3))):
+        for version, expected in ((2, changed(2, variant)), (3, changed(3, variant))):
             assert stage(area, server.address, version, timeout_s=WAIT_S) is StagingState.STAGED, area.status()
             load(area, version)
             assert area.loaded is not None
@@ -170,17 +171,17 @@ def test_a_sender_killed_in_any_phase_leaves_the_old_weights_and_its_successor_s
         assert not ending.is_alive()
     assert area.loaded is not None
     assert area.loaded.policy_version == 1
-    assert_same(area.loaded.tensors, weights(1))
+    assert_same(area.loaded.tensors, first(variant))
     if area.status()["state"] == StagingState.STAGED:
         assert area._staged is not None
-        assert_same(area._staged.tensors, changed(2))
+        assert_same(area._staged.tensors, changed(2, variant))
     else:
         assert phase is not SenderPhase.AFTER_CONFIRM
     with serving(tmp_path, variant) as (server, _):
-        server.publish(changed(3).items(), policy_version=3)
+        server.publish(changed(3, variant).items(), policy_version=3)
         assert stage(area, server.address, 3, timeout_s=WAIT_S) is StagingState.STAGED, area.status()
         load(area, 3)
-        assert_same(area.loaded.tensors, changed(3))
+        assert_same(area.loaded.tensors, changed(3, variant))
         area.close()
     del area
     check_clean(tmp_path, before)
@@ -204,7 +205,7 @@ def test_a_frozen_sender_costs_its_receiver_no_longer_than_the_deadline(tmp_path
         assert not ending.is_alive()
     assert area.status()["state"] == StagingState.FAILED
     assert area.loaded is not None
-    assert_same(area.loaded.tensors, weights(1))
+    assert_same(area.loaded.tensors, first(variant))
     area.close()
 
 
@@ -212,19 +213,19 @@ def test_a_frozen_sender_costs_its_receiver_no_longer_than_the_deadline(tmp_path
 def test_a_frozen_receiver_costs_the_server_no_longer_than_the_deadline(tmp_path: Path, variant: str) -> None:
     """B12, B22."""
     with serving(tmp_path, variant, bucket_timeout_s=1.0, round_timeout_s=2.0) as (server, outcomes):
-        server.publish(weights(1).items(), policy_version=1)
+        server.publish(first(variant).items(), policy_version=1)
         with child(run_receiver, server.address, ReceiverPhase.MIDDLE.value, WAIT_S) as receiver:
             assert receiver.said() == "loaded"
             assert outcomes.staged.get(timeout=WAIT_S).policy_version == 1
-            server.publish(changed(2).items(), policy_version=2)
+            server.publish(changed(2, variant).items(), policy_version=2)
             receiver.pipe.send("go")
             assert receiver.said() == "halted"
             os.kill(receiver.process.pid, signal.SIGSTOP)
             assert outcomes.failed.get(timeout=WAIT_S).policy_version == 2
-            server.publish(changed(3).items(), policy_version=3)
+            server.publish(changed(3, variant).items(), policy_version=3)
             area = StagingArea(check_manifest=lambda manifest: None)
             assert stage(area, server.address, 3, timeout_s=WAIT_S) is StagingState.STAGED, area.status()
             load(area, 3)
             assert area.loaded is not None
-            assert_same(area.loaded.tensors, changed(3))
+            assert_same(area.loaded.tensors, changed(3, variant))
             area.close()
