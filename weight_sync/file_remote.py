@@ -19,6 +19,7 @@ from weight_sync.arena import Segment
 from weight_sync.channel import Bucket, StreamEnd
 from weight_sync.errors import AddressTaken, ProtocolError
 from weight_sync.file_transport import FileStore, MappedFile
+from weight_sync.lending import end_of
 from weight_sync.snapshot import Snapshot
 from weight_sync.tcp import TcpListener, TcpReceiver, TcpSender, open_link
 from weight_sync.tcp_messages import FileNamed
@@ -76,16 +77,7 @@ class RemoteFileSender(TcpSender):
     def lend(self, snapshot: Snapshot, segments: Sequence[Segment]) -> None:
         path = self._store.path_of(snapshot)
         self.name_file(FileNamed(directory=str(path)))
-        manifest = snapshot.manifest
-        self.finish(
-            StreamEnd(
-                policy_version=snapshot.policy_version,
-                manifest_digest=manifest.digest,
-                num_tensors=manifest.num_tensors,
-                total_bytes=manifest.total_bytes,
-                num_buckets=1,
-            )
-        )
+        self.finish(end_of(snapshot, num_buckets=1))
 
     def wait_returned(self) -> bool:
         """Nothing was lent but the file, which is never written again."""

@@ -25,9 +25,10 @@ import torch
 from configs.schema import WeightSyncSettings
 from weight_sync.arena import Segment
 from weight_sync.buckets import Piece, encode_header
-from weight_sync.channel import Bucket, BucketKind, StreamEnd
+from weight_sync.channel import Bucket, BucketKind
 from weight_sync.connection import Connection
 from weight_sync.errors import ProtocolError
+from weight_sync.lending import end_of
 from weight_sync.manifest import Manifest
 from weight_sync.packets import FilePassed, Packet
 from weight_sync.shared_memory import Borrowed, Rings, SharedMemoryReceiver, SharedMemorySender
@@ -143,16 +144,7 @@ class FileSender(SharedMemorySender):
         path = self._store.path_of(snapshot)
         self.connection.place = "passing the file"
         self.connection.send(FilePassed(path=str(path)))
-        manifest = snapshot.manifest
-        self._confirmed(
-            StreamEnd(
-                policy_version=snapshot.policy_version,
-                manifest_digest=manifest.digest,
-                num_tensors=manifest.num_tensors,
-                total_bytes=manifest.total_bytes,
-                num_buckets=1,
-            )
-        )
+        self._confirmed(end_of(snapshot, num_buckets=1))
 
     def wait_returned(self) -> bool:
         """Nothing was lent but the file, which is never written again."""

@@ -64,12 +64,18 @@ def lend(connection: Connection, snapshot: Snapshot, segments: Sequence[Segment]
         connection.place = f"passing segment {index}"
         connection.send(SegmentPassed(index=index, num_bytes=segment.memory.numel(), header_bytes=len(header)), fd=segment.fd)
     connection.place = f"waiting for {len(lent)} segments to be taken"
+    return end_of(snapshot, num_buckets=len(lent))
+
+
+def end_of(snapshot: Snapshot, *, num_buckets: int) -> StreamEnd:
+    """What the borrower of a version has to confirm."""
+    manifest = snapshot.manifest
     return StreamEnd(
         policy_version=snapshot.policy_version,
-        manifest_digest=snapshot.manifest.digest,
-        num_tensors=snapshot.manifest.num_tensors,
-        total_bytes=snapshot.manifest.total_bytes,
-        num_buckets=len(lent),
+        manifest_digest=manifest.digest,
+        num_tensors=manifest.num_tensors,
+        total_bytes=manifest.total_bytes,
+        num_buckets=num_buckets,
     )
 
 

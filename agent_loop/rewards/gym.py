@@ -55,13 +55,22 @@ def _dataset(name: str, config: str) -> Any:
 
 
 def _import() -> Any:
+    try:
+        return import_reasoning_gym()
+    except ImportError as error:
+        raise RewardError(f"reasoning_gym does not import: {error}") from error
+
+
+def import_reasoning_gym() -> Any:
+    """The package, with empty modules in place of requirements that are not installed: only what uses one fails.
+
+    Raises ImportError when it is not installed itself.
+    """
     added = [missing for missing in _UNBUILT if missing not in sys.modules and importlib.util.find_spec(missing) is None]
     for missing in added:
         sys.modules[missing] = types.ModuleType(missing)
     try:
         return importlib.import_module("reasoning_gym")
-    except ImportError as error:
-        raise RewardError(f"reasoning_gym does not import: {error}") from error
     finally:
         for missing in added:
             del sys.modules[missing]

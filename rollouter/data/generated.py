@@ -8,21 +8,17 @@ from __future__ import annotations
 
 import difflib
 import importlib
-import importlib.util
 import json
-import sys
-import types
 from collections.abc import Mapping
 from typing import Any
 from urllib.parse import parse_qsl
 
+from agent_loop.rewards.gym import import_reasoning_gym
 from rollouter.data.rows import plain
 from rollouter.data.tables import GeneratedTable
 from rollouter.errors import DataError
 
 PREFIX = "reasoning_gym:"
-_UNBUILT = ("cellpylib", "pycosat", "zss")
-"""Requirements without a wheel: a few families of tasks need one, and all would fail to import for want of them."""
 
 
 def open_reasoning_gym(source: str) -> GeneratedTable:
@@ -53,7 +49,10 @@ def open_reasoning_gym(source: str) -> GeneratedTable:
 
 def make_dataset(name: str, config: Mapping[str, Any]) -> Any:
     """The family's data set under this configuration. Raises DataError."""
-    gym = import_reasoning_gym()
+    try:
+        gym = import_reasoning_gym()
+    except ImportError as error:
+        raise DataError(f"data.source: reasoning_gym does not import: {error}") from error
     known = sorted(importlib.import_module("reasoning_gym.factory").DATASETS)
     if name not in known:
         near = difflib.get_close_matches(name, known, n=3)
@@ -65,23 +64,6 @@ def make_dataset(name: str, config: Mapping[str, Any]) -> Any:
         raise DataError(f"data.source: reasoning_gym:{name} needs a package that is not installed: {error}") from error
     except Exception as error:  # configurations assert, and raise whatever their authors chose
         raise DataError(f"data.source: reasoning_gym:{name}: {type(error).__name__}: {error}") from error
-
-
-def import_reasoning_gym() -> Any:
-    """The package, with empty modules in place of requirements that are not installed: only what uses one fails.
-
-    Raises DataError when it is not installed itself.
-    """
-    added = [missing for missing in _UNBUILT if missing not in sys.modules and importlib.util.find_spec(missing) is None]
-    for missing in added:
-        sys.modules[missing] = types.ModuleType(missing)
-    try:
-        return importlib.import_module("reasoning_gym")
-    except ImportError as error:
-        raise DataError(f"data.source: reasoning_gym does not import: {error}") from error
-    finally:
-        for missing in added:
-            del sys.modules[missing]
 
 
 def _value(text: str) -> Any:
