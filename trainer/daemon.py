@@ -183,7 +183,7 @@ class TrainerDaemon:
             groups_per_step=lambda: live.settings.samples_per_step // live.settings.group_size,
             gate=gate,
             assembler=self._assembler,
-            signal=SignalFilter(lambda: live.settings.filters),
+            signal=SignalFilter(lambda: live.settings.filters, lambda: live.settings.trainer),
             journal=journal,
             books=Books(standing.counts),
             bias=BiasBook(standing.bias),

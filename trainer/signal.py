@@ -14,19 +14,25 @@ from dataclasses import dataclass
 import numpy as np
 import structlog
 
-from configs.schema import FilterSettings
-from trainer.advantages import has_spread
+from configs.schema import FilterSettings, TrainerSettings
+from trainer.advantages import has_spread, turn_advantages
 from trainer.groups import DropReason, Group
 
 log = structlog.get_logger()
 
 
-def has_signal(group: Group) -> bool:
-    """Whether some member gets an advantage: rewards differ, or tokens have rewards of their own."""
+def has_signal(group: Group, trainer: TrainerSettings) -> bool:
+    """Whether some token gets an advantage: rewards differ, or those of turns do and count (`trainer.dense_weight`)."""
     samples = [leased.sample for leased in group.members]
-    if any(sample.token_rewards.any() for sample in samples):
+    if has_spread(np.array([sample.reward for sample in samples], np.float64)):
         return True
-    return has_spread(np.array([sample.reward for sample in samples], np.float64))
+    dense = turn_advantages(
+        samples,
+        discount=trainer.dense_discount,
+        weight=trainer.dense_weight,
+        normalize_by_std=trainer.normalize_by_std,
+    )
+    return dense is not None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,9 +52,14 @@ class SignalCounts:
 class SignalFilter:
     """Belongs to the intake."""
 
-    def __init__(self, rule: Callable[[], FilterSettings] = FilterSettings) -> None:
-        """`rule` is asked at each group."""
+    def __init__(
+        self,
+        rule: Callable[[], FilterSettings] = FilterSettings,
+        trainer: Callable[[], TrainerSettings] = TrainerSettings,
+    ) -> None:
+        """Both are asked at each group."""
         self._rule = rule
+        self._trainer = trainer
         self._now = SignalCounts()
         self.last = SignalCounts()
         """Of the newest batch."""
@@ -56,7 +67,7 @@ class SignalFilter:
     def drop_reason(self, group: Group, *, groups_per_step: int) -> DropReason | None:
         """Why the group, which came just now, is not to be trained; None: it is."""
         rule, now = self._rule(), self._now
-        if has_signal(group):
+        if has_signal(group, self._trainer()):
             self._now = SignalCounts(seen=now.seen + 1, without=now.without, dropped=now.dropped)
             return None
         most = rule.max_attempts * groups_per_step

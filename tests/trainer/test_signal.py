@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from configs.schema import FilterSettings
+from configs.schema import FilterSettings, TrainerSettings
 from sample_bus.journal import RecordsDropped
 from sample_bus.protocols import Leased
 from sample_bus.sample import SampleId
@@ -99,14 +99,33 @@ async def test_what_was_dropped_before_a_restart_is_dropped_again_whatever_is_se
 @given(st.lists(st.sampled_from([0.0, 0.5, 1.0, 1.0 + 1e-12]), min_size=1, max_size=6))
 def test_a_group_has_a_signal_exactly_when_some_advantage_is_not_zero(rewards: list[float]) -> None:
     advantages = group_advantages(rewards, ["g"] * len(rewards), normalize_by_std=True)
-    assert has_signal(_group(rewards)) == bool(advantages.any())
+    assert has_signal(_group(rewards), TrainerSettings()) == bool(advantages.any())
 
 
-def test_rewards_of_tokens_are_a_signal_where_those_of_samples_are_alike() -> None:
-    dense = np.zeros(5, np.float32)
-    assert not has_signal(_group([1.0, 1.0], token_rewards=dense))
-    dense[-1] = 0.5
-    assert has_signal(_group([1.0, 1.0], token_rewards=dense))
+def _dense(*rewards: float) -> Group:
+    """Rewards all alike, and rewards of the one turn that differ as given."""
+    members = []
+    for seat, reward in enumerate(rewards):
+        column = np.zeros(5, np.float32)
+        column[-1] = reward
+        sample = make_sample(reward=1.0, seat=seat, group_size=len(rewards), token_rewards=column)
+        members.append(Leased(id=SampleId("r", 1, seat), sample=sample, received_at=0.0, nbytes=1))
+    return Group(group_id="g", members=tuple(members))
+
+
+def test_rewards_of_turns_that_differ_are_a_signal_where_those_of_samples_are_alike() -> None:
+    assert has_signal(_dense(0.5, 0.0), TrainerSettings())
+    assert not has_signal(_dense(0.0, 0.0), TrainerSettings())
+    assert not has_signal(_dense(0.5, 0.5), TrainerSettings())  # relative to its siblings no turn stands out
+
+
+def test_rewards_of_turns_that_do_not_count_are_no_signal() -> None:
+    assert not has_signal(_dense(0.5, 0.0), TrainerSettings(dense_weight=0.0))
+    trainer = [TrainerSettings(dense_weight=0.0)]
+    signal = SignalFilter(lambda: DROP, lambda: trainer[0])
+    assert signal.drop_reason(_dense(0.5, 0.0), groups_per_step=1) is DropReason.ZERO_SIGNAL
+    trainer[0] = TrainerSettings()  # live
+    assert signal.drop_reason(_dense(0.5, 0.0), groups_per_step=1) is None
 
 
 @given(
