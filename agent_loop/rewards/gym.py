@@ -11,6 +11,7 @@ import importlib
 import importlib.util
 import json
 import sys
+import threading
 import types
 from collections.abc import Mapping
 from typing import Any
@@ -20,6 +21,8 @@ from agent_loop.rewards.texts import tagged_answer
 
 _UNBUILT = ("cellpylib", "pycosat", "zss")
 """Requirements without a wheel: a few families need one, and all would fail to import for want of them."""
+_IMPORTING = threading.Lock()
+"""Environments' threads import it at once."""
 
 
 def reasoning_gym(data_source: str, solution_str: str, ground_truth: Any, extra_info: Mapping[str, Any] | None = None) -> float:
@@ -66,11 +69,12 @@ def import_reasoning_gym() -> Any:
 
     Raises ImportError when it is not installed itself.
     """
-    added = [missing for missing in _UNBUILT if missing not in sys.modules and importlib.util.find_spec(missing) is None]
-    for missing in added:
-        sys.modules[missing] = types.ModuleType(missing)
-    try:
-        return importlib.import_module("reasoning_gym")
-    finally:
+    with _IMPORTING:
+        added = [missing for missing in _UNBUILT if missing not in sys.modules and importlib.util.find_spec(missing) is None]
         for missing in added:
-            del sys.modules[missing]
+            sys.modules[missing] = types.ModuleType(missing)
+        try:
+            return importlib.import_module("reasoning_gym")
+        finally:
+            for missing in added:
+                del sys.modules[missing]

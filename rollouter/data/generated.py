@@ -1,7 +1,9 @@
-"""Tasks of reasoning-gym: `reasoning_gym:NAME` or `reasoning_gym:NAME?size=2000&seed=7&min_numbers=3`.
+"""Tasks of reasoning-gym: `reasoning_gym:NAME` or `reasoning_gym:NAME?size=2000&seed=7&min_numbers=3`, with
+`episode.attempts=3` and the like for the environment that plays them.
 
 Invariant: a row follows from the name, the configuration and its number alone, so it is made when it is asked for and is the
-same in every process. What its scorer needs stands in `extra_info`: `reasoning_gym` (name, config, index) and `metadata`.
+same in every process. What its scorer needs stands in `extra_info`: `reasoning_gym` (name, config, index) and `metadata`; what
+its environment needs in `episode`.
 """
 
 from __future__ import annotations
@@ -13,20 +15,29 @@ from collections.abc import Mapping
 from typing import Any
 from urllib.parse import parse_qsl
 
+from agent_loop.errors import LoopError
+from agent_loop.gym_environment import Episode
 from agent_loop.rewards.gym import import_reasoning_gym
 from rollouter.data.rows import plain
 from rollouter.data.tables import GeneratedTable
 from rollouter.errors import DataError
 
 PREFIX = "reasoning_gym:"
+_EPISODE = "episode."
 
 
 def open_reasoning_gym(source: str) -> GeneratedTable:
     """Raises DataError naming the nearest family, or the parameter that it does not take."""
     name, _, query = source.removeprefix(PREFIX).partition("?")
-    config = {key: _value(text) for key, text in parse_qsl(query, keep_blank_values=True)}
+    told = {key: _value(text) for key, text in parse_qsl(query, keep_blank_values=True)}
+    config = {key: value for key, value in told.items() if not key.startswith(_EPISODE)}
+    episode = {key.removeprefix(_EPISODE): value for key, value in told.items() if key.startswith(_EPISODE)}
+    try:
+        Episode.of(episode)
+    except LoopError as error:
+        raise DataError(f"data.source: {source}: {error}") from error
     dataset = make_dataset(name, config)
-    recipe = json.dumps({"name": name, "config": config, "size": len(dataset)}, sort_keys=True)
+    recipe = json.dumps({"name": name, "config": told, "size": len(dataset)}, sort_keys=True)
 
     def make(index: int) -> dict[str, Any]:
         try:
@@ -41,6 +52,7 @@ def open_reasoning_gym(source: str) -> GeneratedTable:
             "extra_info": {
                 "reasoning_gym": {"name": name, "config": config, "index": index},
                 "metadata": _plain_parts(entry.get("metadata", {})),
+                **({"episode": episode} if episode else {}),
             },
         }
 
