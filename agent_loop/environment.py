@@ -51,6 +51,8 @@ class EnvironmentLoop:
     """Plays until the environment says that it is over, `tools.max_turns`, or the end of the room. An episode that its process
     did not survive starts over: an environment's state is not recorded."""
 
+    shows = ("user",)
+
     def __init__(self, make: Callable[[], Environment], settings: ToolSettings) -> None:
         self._make = make
         self._settings = settings

@@ -24,7 +24,8 @@ class AgentLoop(Protocol):
     the results of `session.once`. Without it a rollout that a death of its process cut off starts over.
 
     Optional beside `run`: a class method `set_up(setup: LoopSetup)` that makes the instance; `async open()` before the first
-    rollout and `async close()` after the last; a class attribute `calls_tools = True`.
+    rollout and `async close()` after the last; class attributes `calls_tools = True`, and `shows` with the roles of
+    the messages that it shows in a `Conversation` (`("tool",)`), so that the model's chat template is checked for them.
     """
 
     async def run(self, task: Task, session: Session) -> None:

@@ -34,6 +34,8 @@ _KEPT_BYTES = 1 << 16
 class Program:
     """Starts `gateway.command`; its calls of the model are the rollout's turns."""
 
+    shows = ("system", "user", "tool")
+
     def __init__(self, settings: GatewaySettings, tools: ToolSettings) -> None:
         self._settings = settings
         self._tools = tools

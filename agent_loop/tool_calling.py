@@ -23,6 +23,7 @@ class ToolCalling:
 
     resumable = True
     calls_tools = True
+    shows = ("tool",)
 
     def __init__(self, tools: ToolBox, settings: ToolSettings) -> None:
         self._tools = tools

@@ -49,7 +49,12 @@ class ToolFormat(StrEnum):
 
 
 def format_of_template(template: str) -> ToolFormat:
-    """The format that a chat template tells its model to write."""
+    """The format that a chat template tells its model to write; hermes where it bears no sign of one."""
+    return signed_format(template) or ToolFormat.HERMES
+
+
+def signed_format(template: str) -> ToolFormat | None:
+    """The format that a chat template bears a sign of."""
     for sign, found in (
         ("tool▁call", ToolFormat.DEEPSEEK),
         ("[TOOL_CALLS]", ToolFormat.MISTRAL),
@@ -59,7 +64,7 @@ def format_of_template(template: str) -> ToolFormat:
     ):
         if sign in template:
             return found
-    return ToolFormat.HERMES
+    return None
 
 
 def read_calls(text: str, tool_format: ToolFormat) -> list[Call | Malformed]:

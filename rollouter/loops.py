@@ -11,11 +11,14 @@ from typing import Any
 
 import structlog
 
+from agent_loop.chat import ChatCodec
 from agent_loop.errors import AgentLoopError, LoopError
 from agent_loop.loop import SHIPPED, AgentLoop, LoopSetup, load_agent_loop, path_of
 from agent_loop.task import Task
+from agent_loop.template_check import Finding, Usage, check_template
+from agent_loop.tool_formats import ToolFormat
 from configs.errors import ConfigError
-from configs.schema import Settings
+from configs.schema import Settings, ToolSettings
 
 log = structlog.get_logger()
 
@@ -67,6 +70,25 @@ class Loops:
         if seen and self._setup.tools.sources and not any(calls_tools(self.of(task)) for task in seen.values()):
             log.warning("tools are set, and no row plays an agent loop that calls them", tools=list(self._setup.tools.sources))
 
+    def check_template(self, codec: ChatCodec) -> None:
+        """See what the model's chat template does to conversations of the loops made so far: a warning for each thing found.
+
+        Raises ConfigError where no rollout of a loop could work.
+        """
+        for found, path in self.template_findings(codec).items():
+            if found.is_error:
+                raise ConfigError(f"agent loop {path}: {found}")
+            log.warning("chat template", agent_loop=path, trait=found.trait.value, found=found.found, follows=found.follows)
+
+    def template_findings(self, codec: ChatCodec) -> dict[Finding, str]:
+        """Each with the path of the first loop that it concerns."""
+        findings: dict[Finding, str] = {}
+        for path, loop in self._loops.items():
+            usage = usage_of(loop, self._setup.tools)
+            for found in check_template(codec, usage) if usage is not None else ():
+                findings.setdefault(found, path)
+        return findings
+
     async def open(self) -> None:
         """Let those that ask for it prepare. Raises ConfigError."""
         for path, loop in self._loops.items():
@@ -83,6 +105,20 @@ class Loops:
             end: Any = getattr(loop, "close", None)
             if end is not None:
                 await end()
+
+
+def usage_of(loop: AgentLoop, tools: ToolSettings) -> Usage | None:
+    """What it wants of the chat template; None: nothing that is known."""
+    shows: tuple[str, ...] = getattr(loop, "shows", ("tool",) if calls_tools(loop) else ())
+    if not shows:
+        return None
+    return Usage(
+        shows=tuple(shows),
+        calls_tools=calls_tools(loop),
+        gives_calls="tool" in shows and not calls_tools(loop),
+        tool_format="auto" if tools.format == "auto" else ToolFormat(tools.format),
+        history=tools.history,
+    )
 
 
 def calls_tools(loop: AgentLoop) -> bool:

@@ -115,6 +115,7 @@ class Pipeline:
         )
         issues = [prompts.source.peek(ahead) for ahead in range(min(_CHECKED_TASKS, prompts.source.num_tasks))]
         loops.check([*prompts.held_out, *(issue.task for issue in issues if isinstance(issue, Issue))])
+        loops.check_template(codec)
         runner = self._runner = Runner(
             loop=self._loop,
             loop_of=loops.of,

@@ -16,6 +16,7 @@ from agent_loop.tool_calling import ToolCalling
 from configs.errors import ConfigError
 from configs.schema import ToolSettings
 from rollouter.loops import Loops
+from tests.agent_loop.chat_models import FAMILIES, make_codec
 
 TASK = Task(task_id="t", prompt_ids=np.array([1], np.int32), prompt_text="x", ground_truth=1, data_source="d")
 TOOLS = ToolSettings(sources=("python",))
@@ -53,3 +54,33 @@ def test_tools_that_no_row_calls_are_a_warning() -> None:
     with structlog.testing.capture_logs() as logs:
         loops_of().check([TASK, replace(TASK, agent_name="tool_calling")])
     assert logs == []
+
+
+def test_a_template_that_no_rollout_of_a_loop_could_use_stops_the_run_before_anything_is_generated() -> None:
+    """B60"""
+    family = FAMILIES["qwen2.5"]
+    refusing = (
+        "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('user or assistant') }}{% endif %}{% endfor %}"
+    )
+    codec = make_codec(replace(family, template=refusing + family.template))
+    loops = loops_of()
+    loops.check_template(codec)
+    loops.check([replace(TASK, agent_name="tool_calling")])
+    words = r"agent loop agent_loop.tool_calling:ToolCalling: .* refuses messages of role tool .*user or assistant.*no rollout"
+    with pytest.raises(ConfigError, match=words):
+        loops.check_template(codec)
+    with pytest.raises(ConfigError, match="the model has no chat template"):
+        loops.check_template(make_codec(replace(family, template="")))
+
+
+def test_what_a_template_does_to_conversations_is_said_once_with_what_follows() -> None:
+    """B59, B60"""
+    loops = loops_of("mine=agent_loop.tool_calling:ToolCalling", "other=agent_loop.tool_calling:ToolCalling")
+    loops.check([replace(TASK, agent_name=name) for name in ("mine", "other", "tool_calling")])
+    with structlog.testing.capture_logs() as logs:
+        loops.check_template(make_codec(FAMILIES["deepseek"]))
+    assert [(entry["event"], entry["trait"], entry["log_level"]) for entry in logs] == [
+        ("chat template", "tools not told", "warning"),
+        ("chat template", "history rewritten", "warning"),
+    ]
+    assert "tools.history=append" in logs[1]["follows"]
