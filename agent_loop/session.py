@@ -224,6 +224,7 @@ class Session:
                 f"rollout {self.rollout_id}: the context has {self.num_tokens} tokens and engine.max_model_len is "
                 f"{self.max_model_len}: no room for a turn"
             )
+        start = self.num_tokens
         parts, end = self._recall()
         budget -= sum(int(part.token_ids.size) for part in parts)
         if end is None and budget < 1:
@@ -236,6 +237,7 @@ class Session:
                 raise
         self._num_turns += 1
         self._last_end = end
+        self._segment.turns.append((start, self.num_tokens))
         self._rewarded = (self._segment, self.num_tokens - 1)
         return replace(join(parts), stop_reason=end)
 

@@ -7,13 +7,14 @@ segment; where it stands in another one it is context: mask 0, logprob 0.0, no v
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
 
 from agent_loop.engine import NO_VERSION, Generation
+from agent_loop.errors import RewardError
 
 
 @dataclass(slots=True, eq=False)
@@ -25,6 +26,8 @@ class Segment:
     num_tokens: int = 0
     rewards: list[tuple[int, float]] = field(default_factory=list)
     """(token, dense reward), counted from the segment's first token."""
+    turns: list[tuple[int, int]] = field(default_factory=list)
+    """(first token, the one after the last) of each turn that ended in it."""
 
     def add(self, piece: npt.NDArray[np.int32] | Generation) -> None:
         self.pieces.append(piece)
@@ -80,7 +83,9 @@ class Trajectory:
     num_own_segments: int = 1
     """Of the session itself."""
     token_rewards: npt.NDArray[np.float32] = field(default_factory=lambda: np.zeros(0, np.float32))
-    """[T] dense rewards; [0] where the loop gave none."""
+    """[T] dense rewards; [0] where there are none."""
+    turn_spans: npt.NDArray[np.int32] = field(default_factory=lambda: np.zeros((0, 2), np.int32))
+    """[K, 2] first token of each turn, and the one after its last; segment by segment."""
     reward: float | None = None
     """What the loop itself gave, an environment's return for example; None: the reward function is asked."""
     reward_parts: Mapping[str, float] = field(default_factory=dict)
@@ -92,12 +97,33 @@ class Trajectory:
         follows its first sampled token."""
         if self.segment_starts.size == 1:
             return self.tokens[self.num_prompt_tokens :]
-        ends = [*self.segment_starts[1:].tolist(), self.tokens.size]
-        parts = []
-        for start, end in list(zip(self.segment_starts.tolist(), ends, strict=True))[: self.num_own_segments]:
-            first = int(np.argmax(self.loss_mask[start:end]))
-            parts.append(self.tokens[start + first : end])
-        return np.concatenate(parts)
+        return np.concatenate([self.tokens[start:end] for start, end in self.reply_spans()[: self.num_own_segments]])
+
+    def reply_spans(self) -> list[tuple[int, int]]:
+        """Of each segment its first sampled token, and the one after its end."""
+        starts = self.segment_starts.tolist()
+        ends = [*starts[1:], self.tokens.size]
+        return [(start + int(np.argmax(self.loss_mask[start:end])), end) for start, end in zip(starts, ends, strict=True)]
+
+    def turn_segments(self) -> list[int]:
+        """Of each turn the number of its segment."""
+        found: list[int] = (np.searchsorted(self.segment_starts, self.turn_spans[:, 0], side="right") - 1).tolist()
+        return found
+
+    def with_turn_rewards(self, rewards: Sequence[float]) -> Trajectory:
+        """With rewards of turns added to those that it has, each at the last token of its turn.
+
+        Raises RewardError unless there is one for each turn, and all are finite as float32.
+        """
+        if len(rewards) != len(self.turn_spans):
+            raise RewardError(f"got {len(rewards)} turn_rewards, expected {len(self.turn_spans)}, one for each turn")
+        dense = np.zeros(self.tokens.size, np.float64)
+        if self.token_rewards.size:
+            dense += self.token_rewards
+        np.add.at(dense, self.turn_spans[:, 1] - 1, np.asarray(rewards, np.float64))
+        if not (np.abs(dense) <= np.finfo(np.float32).max).all():
+            raise RewardError(f"got turn_rewards up to {max(map(abs, rewards)):g}, expected numbers that fit into float32")
+        return replace(self, token_rewards=dense.astype(np.float32))
 
 
 def assemble(
@@ -117,10 +143,12 @@ def assemble(
     segment_starts: list[int] = []
     masks, logprobs = [], []
     rewards: list[tuple[int, float]] = []
+    turns: list[tuple[int, int]] = []
     at = 0
     for segment in segments:
         segment_starts.append(at)
         rewards += [(at + token, value) for token, value in segment.rewards]
+        turns += [(at + start, at + end) for start, end in segment.turns]
         for piece in segment.pieces:
             if isinstance(piece, Generation):
                 n = int(piece.token_ids.size)
@@ -154,6 +182,7 @@ def assemble(
         segment_starts=np.array(segment_starts, np.int32),
         num_own_segments=num_own_segments,
         token_rewards=token_rewards,
+        turn_spans=np.array(turns, np.int32).reshape(-1, 2),
         reward=reward,
         reward_parts=dict(reward_parts),
         counts=dict(counts),

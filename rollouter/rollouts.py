@@ -131,7 +131,12 @@ class Runner:
             if task is not None and task.cancelling():
                 raise
             raise AgentLoopError(f"rollout {plan.rollout_id} attempt {number}: something in it was cancelled") from error
-        return Episode(trajectory=trajectory, reward=scored.reward, unshaped_reward=scored.unshaped, reward_parts=scored.parts)
+        return Episode(
+            trajectory=scored.trajectory,
+            reward=scored.reward,
+            unshaped_reward=scored.unshaped,
+            reward_parts=scored.parts,
+        )
 
 
 def request_seed(run_seed: int, seed_key: str, attempt: int) -> int:

@@ -18,6 +18,7 @@ from agent_loop.session import TextCodec, Trajectory
 from agent_loop.task import Task
 from configs.errors import ConfigError
 from configs.schema import Settings
+from rollouter.reward_facts import RewardFacts
 
 _UNNAMED = ""
 
@@ -65,6 +66,8 @@ class Scored:
     """What the reward gave: what an evaluation reports."""
     parts: Mapping[str, float]
     """Numbers to log beside it, shaping included."""
+    trajectory: Trajectory
+    """The one that was scored, with the rewards that its turns were given."""
 
 
 class Scorer:
@@ -79,25 +82,30 @@ class Scorer:
     async def score(self, task: Task, trajectory: Trajectory) -> Scored:
         """The reward of everything after the prompt, as text without special tokens, unless the agent loop gave its own.
 
-        The reward's extra_info is the task's, with `prompt_text`, `num_turns` and `stop_reason` where it has none of these.
-        Raises RewardError.
+        The reward's extra_info is the task's, with those of `RewardFacts` where it has none of these names. Raises RewardError.
         """
         if trajectory.reward is not None:
             score = score_of(Score(value=trajectory.reward, parts=trajectory.reward_parts), path="of the agent loop")
         else:
-            facts = {
-                "prompt_text": task.prompt_text,
-                "num_turns": trajectory.num_turns,
-                "stop_reason": str(trajectory.stop_reason),
-            }
+            text = self._codec.decode(trajectory.response_ids.tolist())
             score = await self._reward.score(
                 data_source=task.data_source,
-                solution_str=self._codec.decode(trajectory.response_ids.tolist()),
+                solution_str=text,
                 ground_truth=task.ground_truth,
-                extra_info={**facts, **task.extra_info},
+                extra_info=RewardFacts(task, trajectory, self._codec, solution_str=text),
             )
+        if score.turn_rewards is not None:
+            try:
+                trajectory = trajectory.with_turn_rewards(score.turn_rewards)
+            except RewardError as error:
+                raise RewardError(f"reward of task {task.task_id} (data source {task.data_source}): {error}") from error
         shaping = {} if self._shaping is None else self._shaping().parts(int(trajectory.loss_mask.sum()))
-        return Scored(reward=score.value + sum(shaping.values()), unshaped=score.value, parts={**score.parts, **shaping})
+        return Scored(
+            reward=score.value + sum(shaping.values()),
+            unshaped=score.value,
+            parts={**score.parts, **shaping},
+            trajectory=trajectory,
+        )
 
 
 def reward_of(settings: Settings) -> Scoring:

@@ -151,8 +151,7 @@ class Answer:
 
     def encode(self) -> bytes:
         outcomes = [
-            [one.kind.value, None if one.score is None else [one.score.value, dict(one.score.parts)], one.words]
-            for one in self.outcomes
+            [one.kind.value, None if one.score is None else _plain_score(one.score), one.words] for one in self.outcomes
         ]
         return frame([self.number, outcomes, self.retire])
 
@@ -162,9 +161,22 @@ class Answer:
         return Answer(number=int(number), outcomes=tuple(_outcome(one) for one in outcomes), retire=bool(retire))
 
 
+def _plain_score(score: Score) -> list[Any]:
+    return [score.value, dict(score.parts), None if score.turn_rewards is None else list(score.turn_rewards)]
+
+
+def _score(value: Any) -> Score:
+    number, parts, turns = value
+    return Score(
+        value=float(number),
+        parts={str(name): float(part) for name, part in parts.items()},
+        turn_rewards=None if turns is None else tuple(float(one) for one in turns),
+    )
+
+
 def _outcome(value: Any) -> Outcome:
     kind, score, words = value
-    scored = None if score is None else Score(value=float(score[0]), parts={str(k): float(v) for k, v in score[1].items()})
+    scored = None if score is None else _score(score)
     if (scored is not None) != (kind == OutcomeKind.SCORED):
         raise ValueError(f"outcome {kind} with score {scored}")
     return Outcome(kind=OutcomeKind(kind), score=scored, words=str(words))

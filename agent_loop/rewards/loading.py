@@ -71,7 +71,8 @@ class Reward:
 
     async def score(self, *, data_source: str, solution_str: str, ground_truth: Any, extra_info: Mapping[str, Any]) -> Score:
         """The reward of one reply, finite. Raises RewardError."""
-        arguments = (data_source, solution_str, ground_truth, dict(extra_info))
+        is_cheap = self.function in (exact_match, numeric_match)  # these do not look at what is decoded when it is looked at
+        arguments = (data_source, solution_str, ground_truth, extra_info if is_cheap else dict(extra_info))
         form = self.form
         try:
             if form is Form.ASYNC:
@@ -81,7 +82,7 @@ class Reward:
                 (value,) = checked_batch(
                     await _in_thread(functools.partial(self.function, **plural), ()), expected=1, path=self.path
                 )
-            elif self.function in (exact_match, numeric_match):
+            elif is_cheap:
                 value = self.function(*arguments)
             else:
                 value = await _in_thread(self.function, arguments)

@@ -10,7 +10,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 from agent_loop.errors import RewardError, Unscored
+
+MAX_TURN_REWARDS = 1 << 20
+"""More turns than any rollout has."""
+_NO_PARTS = ("score", "turn_rewards")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,26 +28,52 @@ class Score:
     parts: Mapping[str, float] = field(default_factory=dict)
     """Numbers to log beside it, by name: the parts of a weighted sum before their weights, or the numbers that a reward
     returned beside `score`."""
+    turn_rewards: tuple[float, ...] | None = None
+    """A reward of each turn's own, in the order of `extra_info["turns"]`; None: there are none."""
 
 
 def score_of(value: Any, *, path: str) -> Score:
-    """What a reward returned, as a score: a number, or a dict with `score`, whose other numbers become parts.
+    """What a reward returned, as a score: a number, or a dict with `score` and perhaps `turn_rewards`, whose other numbers
+    become parts.
 
     Raises Unscored for None, RewardError for anything else that is no finite number.
     """
     if isinstance(value, Score):
-        return Score(value=_number(value.value, path), parts={name: _number(part, path) for name, part in value.parts.items()})
+        return Score(
+            value=_number(value.value, path),
+            parts={name: _number(part, path) for name, part in value.parts.items()},
+            turn_rewards=_turn_rewards(value.turn_rewards, path),
+        )
     if isinstance(value, Mapping):
         if "score" not in value:
             raise RewardError(f"reward {path}: got a dict with keys {sorted(map(str, value))}, expected one with `score`")
-        parts = {str(name): number for name, part in value.items() if (number := _maybe(part)) is not None and name != "score"}
-        return Score(value=_number(value["score"], path), parts=parts)
+        others = {str(name): part for name, part in value.items() if name not in _NO_PARTS}
+        parts = {name: number for name, part in others.items() if (number := _maybe(part)) is not None}
+        return Score(
+            value=_number(value["score"], path), parts=parts, turn_rewards=_turn_rewards(value.get("turn_rewards"), path)
+        )
     return Score(value=_number(value, path))
 
 
 def checked_score(value: Any, *, path: str) -> float:
     """`value` as a finite float; of a dict, its `score`. Raises RewardError."""
     return score_of(value, path=path).value
+
+
+def _turn_rewards(value: Any, path: str) -> tuple[float, ...] | None:
+    if value is None:
+        return None
+    if not isinstance(value, (list, tuple, np.ndarray)):
+        raise RewardError(f"reward {path}: got turn_rewards of type {type(value).__name__}, expected a list of numbers")
+    if len(value) > MAX_TURN_REWARDS:
+        raise RewardError(f"reward {path}: got {len(value)} turn_rewards, expected one for each turn")
+    rewards = []
+    for turn, reward in enumerate(value):
+        try:
+            rewards.append(_number(reward, path))
+        except RewardError as error:  # one that is None is no reason to say that the reply was not scored
+            raise RewardError(f"turn_rewards[{turn}]: {error}") from error
+    return tuple(rewards)
 
 
 def _number(value: Any, path: str) -> float:

@@ -15,7 +15,7 @@ from typing import Any
 
 import structlog
 
-from agent_loop.errors import RewardUnavailable
+from agent_loop.errors import RewardError, RewardUnavailable
 from agent_loop.rewards.frames import FunctionSpec, Reply
 from agent_loop.rewards.loading import CHEAP, Form, Scoring, load_reward
 from agent_loop.rewards.pool import RewardPool
@@ -86,21 +86,32 @@ class Weighted:
             yield
 
     async def score(self, *, data_source: str, solution_str: str, ground_truth: Any, extra_info: Mapping[str, Any]) -> Score:
-        """The sum; its parts are those of each summand before its weight. Raises RewardError, the first part's that failed."""
+        """The sum, of turns' rewards too; its parts are those of each summand before its weight.
+
+        Raises RewardError, the first part's that failed, or where two parts have rewards of another number of turns.
+        """
         reply = Reply(data_source=data_source, solution_str=solution_str, ground_truth=ground_truth, extra_info=extra_info)
         results = await asyncio.gather(
             *(self._retried(name, scoring, reply) for name, (_, scoring) in self._parts.items()), return_exceptions=True
         )
         total = 0.0
         parts: dict[str, float] = {}
+        turns: tuple[float, ...] | None = None
+        first = ""
         for (name, (weight, _)), result in zip(self._parts.items(), results, strict=True):
             if isinstance(result, BaseException):
                 raise result
             total += weight * result.value
+            if result.turn_rewards is not None:
+                if turns is not None and len(turns) != len(result.turn_rewards):
+                    raise RewardError(f"turn_rewards: got {len(turns)} from {first} and {len(result.turn_rewards)} from {name}")
+                first = first or name
+                before = turns or (0.0,) * len(result.turn_rewards)
+                turns = tuple(so_far + weight * one for so_far, one in zip(before, result.turn_rewards, strict=True))
             parts |= {f"{name}/{inner}" if name else inner: value for inner, value in result.parts.items()}
             if name:
                 parts[name] = result.value
-        return Score(value=total, parts=parts)
+        return Score(value=total, parts=parts, turn_rewards=turns)
 
     async def _retried(self, name: str, scoring: Scoring, reply: Reply) -> Score:
         attempts, delay_s = self._settings.max_attempts, self._settings.retry_delay_s

@@ -53,6 +53,9 @@ async def test_a_rollout_is_scored_by_its_reply_and_told_what_was_asked() -> Non
         "prompt_text": "3+4=",
         "num_turns": 1,
         "stop_reason": episode.trajectory.stop_reason,
+        "turns": [seen["solution_str"]],
+        "segments": [seen["solution_str"]],
+        "turn_segments": [0],
     }
     assert (episode.reward, episode.unshaped_reward) == (0.5, 0.5)
     assert sample_of(make_plan(), 0, episode, now=FakeClock()).reward_parts == {"acc": 1.0}

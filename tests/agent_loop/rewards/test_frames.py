@@ -29,10 +29,17 @@ def test_a_request_survives_the_way(text: str, truth: Any, extra: dict[str, Any]
     assert Request.decode(body(request.encode())) == request
 
 
-@given(st.floats(allow_nan=False, allow_infinity=False), st.dictionaries(TEXT, st.floats(allow_nan=False)), st.booleans())
-def test_an_answer_survives_the_way(value: float, parts: dict[str, float], retire: bool) -> None:
+@given(
+    st.floats(allow_nan=False, allow_infinity=False),
+    st.dictionaries(TEXT, st.floats(allow_nan=False)),
+    st.none() | st.lists(st.floats(allow_nan=False)).map(tuple),
+    st.booleans(),
+)
+def test_an_answer_survives_the_way(
+    value: float, parts: dict[str, float], turns: tuple[float, ...] | None, retire: bool
+) -> None:
     outcomes = (
-        Outcome(kind=OutcomeKind.SCORED, score=Score(value=value, parts=parts)),
+        Outcome(kind=OutcomeKind.SCORED, score=Score(value=value, parts=parts, turn_rewards=turns)),
         Outcome(kind=OutcomeKind.UNAVAILABLE, words="down"),
     )
     answer = Answer(number=1 << 40, outcomes=outcomes, retire=retire)
@@ -56,7 +63,9 @@ def test_an_outcome_without_a_score_is_the_error_that_it_stands_for(kind: Outcom
     assert type(caught.value) is error
 
 
-@pytest.mark.parametrize("outcome", [["scored", None, ""], ["failed", [1.0, {}], ""], ["no kind", None, ""], ["failed"], 3])
+@pytest.mark.parametrize(
+    "outcome", [["scored", None, ""], ["failed", [1.0, {}, None], ""], ["no kind", None, ""], ["failed"], 3]
+)
 def test_an_outcome_that_contradicts_itself_is_refused(outcome: Any) -> None:
     with pytest.raises((ValueError, TypeError)):
         Answer.decode([1, [outcome], False])
