@@ -4,8 +4,9 @@
 
 The rollouter's daemon itself, journal, progress, spool, log and bus included, in this process; the real hub with a trainer that
 trains nothing in another; an engine that costs nothing here, in which one rollout in a hundred fails at its first attempt. Two
-loads: `bursts`, where replies come at once and no version's rollouts begin before the version (so all begin and end together),
-and `spread`, where each reply takes a second on average, asked for in slices as it grows, and a new one begins for each that ended.
+loads: `bursts`, where all rollouts begin in the same turn of the loop, with a new version, and all replies come in one;
+and `spread`, where each reply takes a second on average, asked for in slices as it grows, and a new rollout begins for each
+that ended.
 
 A beat is due every 20 ms; the lag is how much later it came. `of_which_cpu` is what of the longest lag the loop's thread can
 have spent computing, at most: the rest it waited for the machine, which is another process's doing.
@@ -45,6 +46,8 @@ from tests.rollouter.stand_in import make_settings, stand_in_trainer
 REPLY_TOKENS = 256
 REPLY_S = 1.0
 """On average, where replies are spread; one takes from half to one and a half of it."""
+CALM_S = 0.1
+"""After the last request, before all replies come at once."""
 FAILS_ONE_IN = 100
 LOOK_S = 0.001
 """Between two looks at what runs on a loop that is late."""
@@ -154,6 +157,24 @@ class Failures:
                     await asyncio.Event().wait()
 
 
+class Waves:
+    """All who wait go on at once, when nobody else has come for a while."""
+
+    def __init__(self) -> None:
+        self._gate = asyncio.Event()
+        self._timer: asyncio.TimerHandle | None = None
+
+    async def wait(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = asyncio.get_running_loop().call_later(CALM_S, self._open)
+        await self._gate.wait()
+
+    def _open(self) -> None:
+        self._gate.set()
+        self._gate = asyncio.Event()
+
+
 class StagedEngine(FakeEngine):
     """Has the weights of each version as soon as it is told of it: the trainer's side need not hear of it."""
 
@@ -163,7 +184,7 @@ class StagedEngine(FakeEngine):
 
 
 def open_engine(load: str) -> FakeEngine:
-    draw, failures = random.Random(0), Failures()
+    draw, failures, waves = random.Random(0), Failures(), Waves()
     digits = np.array([ALPHABET.index(digit) + 1 for digit in "0123456789"] * (REPLY_TOKENS // 10 + 1), np.int32)
     reply = digits.tolist()
 
@@ -172,6 +193,8 @@ def open_engine(load: str) -> FakeEngine:
         await failures.next(call)
         if load == "spread":
             await asyncio.sleep(REPLY_S * draw.uniform(0.5, 1.5) * call.sampling.max_tokens / REPLY_TOKENS)
+        else:
+            await waves.wait()
 
     engine = StagedEngine(reply=lambda prompt, sampling, version: reply, before_reply=before_reply)
     return engine
@@ -229,12 +252,12 @@ async def measure(load: str, in_flight: int, num_steps: int, run_dir: Path, log_
     with (log_file or run_dir / "log").open("a") as log:
         set_up(settings.logging, daemon="rollouter", stream=log)
         command = [sys.executable, "-m", "benchmarks.loop_lag", "--trainer", *arguments]
-        trainer = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        trainer = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)  # noqa: ASYNC220 - nothing runs yet
         try:
             playing = asyncio.create_task(
                 run(settings, open_fleet=open_fleet, codec_of=lambda model_dir: Codec(FakeTokenizer()))
             )
-            while not engine.generated_tokens and not playing.done():
+            while not engine.generated_tokens and not playing.done():  # noqa: ASYNC110
                 await asyncio.sleep(BEAT_S)  # what starts up is not what is measured
             cpu_s, tokens = time.process_time(), engine.generated_tokens
             beating = asyncio.create_task(beats.run())
@@ -285,8 +308,8 @@ def table(lags: list[Lag]) -> str:
 
 def main() -> int:
     if sys.argv[1:2] == ["--trainer"]:
-        run_dir, load, in_flight, num_steps = sys.argv[2:]
-        asyncio.run(train(Path(run_dir), load, int(in_flight), int(num_steps)))
+        place, load, *numbers = sys.argv[2:]
+        asyncio.run(train(Path(place), load, *map(int, numbers)))
         return 0
     parser = argparse.ArgumentParser(prog="python -m benchmarks.loop_lag", description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("--quick", action="store_true", help="few steps: under a minute")

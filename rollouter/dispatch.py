@@ -33,6 +33,9 @@ from sample_bus.protocols import Producer, Rejection
 
 log = structlog.get_logger()
 
+PORTION_S = 0.005
+"""For so long at most groups are admitted in one turn of the event loop."""
+
 
 @dataclass(slots=True, kw_only=True)
 class Situation:
@@ -163,17 +166,24 @@ class Dispatcher:
     # ── admission ────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _admit_all(self, rollouts: asyncio.TaskGroup) -> None:
+        """As many as may start, in portions: what else the loop has to do gets its turns in between."""
         self._cockpit.is_current()
+        loop = asyncio.get_running_loop()
+        until = loop.time() + PORTION_S
         while True:
             hold = self._admission.hold(self.conditions())
             if hold is None:
                 issue = self._issues.next()
                 if isinstance(issue, Issue):
                     self._admit(issue, rollouts)
-                    continue
+                    if loop.time() < until:
+                        continue
+                    loop.call_soon(self.wake)
+                    self._on_change()
+                    return
                 hold = issue
                 if hold is Hold.LOOKING:
-                    asyncio.get_running_loop().call_soon(self.wake)
+                    loop.call_soon(self.wake)
                 elif not self._flights:
                     raise self._no_task_left(hold)
             if hold is not self.holding:

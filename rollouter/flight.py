@@ -22,6 +22,7 @@ from rollouter.failures import NO_FAULT, TASK_FAULT, FailureReason, FailureStrea
 from rollouter.rollouts import Plan, sample_of
 from rollouter.seat_policy import Move, SeatPolicy
 from rollouter.task_quarantine import TaskQuarantine
+from rollouter.turnstile import Turnstile
 from sample_bus.closed_seat import MAX_MESSAGE, ClosedSeat
 from sample_bus.errors import BusError, Ended, RunChanged, SampleTooLarge, WireError
 from sample_bus.journal import AttemptFailed, TaskQuarantined
@@ -73,6 +74,7 @@ class Cockpit:
         quarantine: TaskQuarantine,
         max_task_failures: int,
         streak: FailureStreak,
+        turnstile: Turnstile,
         is_current: Callable[[], bool],
     ) -> None:
         """`policy` is asked at each failure; `is_current` before anything is counted: it notices a new trainer, and says
@@ -85,6 +87,7 @@ class Cockpit:
         self._quarantine = quarantine
         self._max_task_failures = max_task_failures
         self._streak = streak
+        self._turnstile = turnstile
         self._turn = asyncio.Lock()
         self.is_current = is_current
         self.on_end: Callable[[Flight], None] = lambda flight: None
@@ -94,6 +97,7 @@ class Cockpit:
     async def fly(self, flight: Flight) -> None:
         """To the end. Raises TooManyFailures, errors of the bus."""
         try:
+            await self._turnstile.enter()
             await self._keeper.durable()  # no attempt begins before its admission stands in the journal
             seat = flight.group.seats[flight.plan.seat]
             if seat.closing is None:

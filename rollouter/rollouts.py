@@ -15,6 +15,7 @@ import numpy as np
 import structlog
 import xxhash
 
+from agent_loop.deadline import Deadline
 from agent_loop.engine import Engine, SamplingParams
 from agent_loop.errors import AgentLoopError, words_of
 from agent_loop.loop import AgentLoop, is_resumable
@@ -24,6 +25,7 @@ from agent_loop.task import Task
 from rollouter.errors import LateResult
 from rollouter.progress import Recording
 from rollouter.scoring import Scorer
+from rollouter.turnstile import PacedEngine, Turnstile
 from sample_bus.sample import MAX_FIGURE_NAME, MAX_FIGURES, Sample, StopReason
 
 log = structlog.get_logger()
@@ -77,7 +79,9 @@ class Runner:
         """`loop_of` picks each task's loop (None: `loop` plays all); `timeout_s`, asked at its beginning, bounds one attempt,
         reward included; recorded attempts are recorded each `progress_interval_s`, or at the end of each turn if that is 0."""
         self._loop_of = loop_of or (lambda task: loop)
-        self._engine = engine
+        self.turnstile = Turnstile()
+        """What becomes due for many rollouts at once passes it."""
+        self._engine = PacedEngine(engine, self.turnstile)
         self._codec = codec
         self._scorer = scorer
         self._max_model_len = max_model_len
@@ -85,11 +89,16 @@ class Runner:
         self._seed = seed
         self._slices = Slices(progress_interval_s)
 
-    async def attempt(self, plan: Plan, number: int, recording: Recording | None = None) -> Episode:
-        """Play attempt `number`, going on from what `recording` has of it. Raises TimeoutError naming what it was doing
-        (LateResult if it ended well, but too late), AgentLoopError (Diverged if it did not repeat what was recorded), or what
-        the loop raised."""
+    async def attempt(
+        self, plan: Plan, number: int, recording: Recording | None = None, deadline: Deadline | None = None
+    ) -> Episode:
+        """Play attempt `number`, going on from what `recording` has of it, until `deadline` (None: one of its own).
+
+        Raises TimeoutError naming what it was doing (LateResult if it ended well, but too late), AgentLoopError (Diverged if it
+        did not repeat what was recorded), or what the loop raised.
+        """
         loop = self._loop_of(plan.task)
+        deadline = deadline or Deadline(self._timeout_s())
         if recording is not None and not is_resumable(loop):
             recording.spoil()
             recording = None
@@ -102,15 +111,16 @@ class Runner:
             slices=None if recording is None else self._slices,
             recorder=recording,
             restored=() if recording is None else recording.restored,
+            deadline=deadline,
         )
-        scoring, timeout_s = False, self._timeout_s()
+        scoring, timeout_s = False, deadline.timeout_s
         try:
-            async with asyncio.timeout(timeout_s) as deadline:
+            async with deadline.limit() as limit:
                 await loop.run(plan.task, session)
                 trajectory = session.trajectory()
                 scoring = True
                 scored = await self._scorer.score(plan.task, trajectory)
-            if deadline.expired():
+            if limit.expired():
                 raise LateResult(
                     f"rollout {plan.rollout_id} attempt {number} brought a result after its deadline of {timeout_s:g} s"
                 )
@@ -118,9 +128,9 @@ class Runner:
             raise
         except TimeoutError as error:
             doing = "its reward was computed" if scoring else f"turn {session.num_turns + 1} was played"
-            limit = f"after {timeout_s:g} s" if deadline.expired() else "on a deadline of its own"
+            when = f"after {timeout_s:g} s" if limit.expired() else "on a deadline of its own"
             raise TimeoutError(
-                f"rollout {plan.rollout_id} attempt {number} gave up {limit} while {doing} ({session.num_tokens} tokens so far)"
+                f"rollout {plan.rollout_id} attempt {number} gave up {when} while {doing} ({session.num_tokens} tokens so far)"
             ) from error
         except (SystemExit, KeyboardInterrupt) as error:
             raise AgentLoopError(

@@ -115,6 +115,7 @@ async def take_up(
             max_fraction=settings.rollouter.max_failed_fraction,
             window=settings.rollouter.failure_window,
         ),
+        turnstile=runner.turnstile,
         is_current=rebase,
     )
     dispatcher = Dispatcher(
