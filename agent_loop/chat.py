@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 import numpy as np
@@ -62,6 +63,28 @@ def chat_codec_of(session: Session) -> ChatCodec:
     return found
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Said:
+    """A turn as text."""
+
+    text: str
+    content: str
+    """Without the special token that ended it."""
+    end: str
+    """That token's text; empty where none ended it."""
+
+
+def read_turn(codec: ChatCodec, context: npt.NDArray[np.int32], turn: Generation) -> Said:
+    """The text of `turn`, which was sampled behind the token ids `context` ([n] int32)."""
+    before = context[-_TOKENS_BEFORE:]
+    text = _text_behind(codec, before, turn.token_ids)
+    if turn.stop_reason == "stop" and turn.token_ids.size:
+        end = codec.decode_whole(turn.token_ids[-1:].tolist())
+        if end in codec.special_tokens:
+            return Said(text=text, content=_text_behind(codec, before, turn.token_ids[:-1]), end=end)
+    return Said(text=text, content=text, end="")
+
+
 class Conversation:
     """Of one session."""
 
@@ -95,20 +118,11 @@ class Conversation:
 
     def took(self, turn: Generation) -> str:
         """Take a turn of the session into the conversation; its text without the token that ended it."""
-        before = self._session.tokens[: -turn.token_ids.size][-_TOKENS_BEFORE:]
-        ids = turn.token_ids
-        text = self._text_behind(before, ids)
-        content, self._end = text, ""
-        if turn.stop_reason == "stop" and ids.size:
-            content = self._text_behind(before, ids[:-1])
-            end = self._codec.decode_whole(ids[-1:].tolist())
-            if end in self._codec.special_tokens:
-                self._end = end
-            else:
-                content = text
-        self._seen += text
-        self._messages.append({"role": "assistant", "content": content})
-        return content
+        said = read_turn(self._codec, self._session.tokens[: -turn.token_ids.size], turn)
+        self._end = said.end
+        self._seen += said.text
+        self._messages.append({"role": "assistant", "content": said.content})
+        return said.content
 
     def show(self, messages: Sequence[Message]) -> bool:
         """Show `messages`, and the head of the assistant's next turn. False, and nothing is shown, where they do not fit into
@@ -184,11 +198,12 @@ class Conversation:
             at = begin + len(written)
         return ids + (self._codec.encode(text[at:]) if at < len(text) else [])
 
-    def _text_behind(self, before: npt.NDArray[np.int32], ids: npt.NDArray[np.int32]) -> str:
-        """Text of `ids` as it stands behind the tokens `before`."""
-        head = self._codec.decode_whole(before.tolist())
-        whole = self._codec.decode_whole([*before.tolist(), *ids.tolist()])
-        return whole[len(head) :] if whole.startswith(head) else self._codec.decode_whole(ids.tolist())
+
+def _text_behind(codec: ChatCodec, before: npt.NDArray[np.int32], ids: npt.NDArray[np.int32]) -> str:
+    """Text of `ids` as it stands behind the tokens `before`."""
+    head = codec.decode_whole(before.tolist())
+    whole = codec.decode_whole([*before.tolist(), *ids.tolist()])
+    return whole[len(head) :] if whole.startswith(head) else codec.decode_whole(ids.tolist())
 
 
 def _escaped(content: str) -> str:

@@ -6,11 +6,7 @@ never becomes a reward of 0.
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
-import os
-import signal
-from typing import Self
+from typing import Any, Self
 
 import orjson
 import structlog
@@ -19,7 +15,10 @@ from agent_loop.chat import chat_codec_of
 from agent_loop.errors import LoopError, Unscored
 from agent_loop.gateway.asks import Refusal
 from agent_loop.gateway.branches import Branches
-from agent_loop.gateway.server import Gateway, read_reward
+from agent_loop.gateway.http import read_reward
+from agent_loop.gateway.program_process import end_of, run_program
+from agent_loop.gateway.served import facts_of
+from agent_loop.gateway.server import Gateway
 from agent_loop.loop import LoopSetup
 from agent_loop.session import Session
 from agent_loop.task import Task
@@ -27,8 +26,6 @@ from agent_loop.tool_formats import ToolFormat, format_of_template
 from configs.schema import GatewaySettings, ToolSettings
 
 log = structlog.get_logger()
-
-_KEPT_BYTES = 1 << 16
 
 
 class Program:
@@ -50,11 +47,7 @@ class Program:
 
     async def open(self) -> None:
         """Raises LoopError when nobody can listen."""
-        try:
-            await self._gateway.start()
-        except OSError as error:
-            where = f"{self._settings.host}:{self._settings.port}"
-            raise LoopError(f"gateway: cannot listen at {where}: {error.strerror or error}") from error
+        await listen(self._gateway, self._settings)
 
     async def close(self) -> None:
         await self._gateway.stop()
@@ -62,74 +55,46 @@ class Program:
     async def run(self, task: Task, session: Session) -> None:
         """See `AgentLoop.run`. Raises LoopError when the program fails, Unscored when it leaves no reward that was asked of it,
         and what the engine raised."""
-        tool_format = self._tools.format
-        template = chat_codec_of(session).chat_template
-        branches = Branches(
-            session,
-            tool_format=format_of_template(template) if tool_format == "auto" else ToolFormat(tool_format),
-            history=self._tools.history,
-        )
-        served = self._gateway.open(session, branches)
+        told = task_of(task)
+        served = self._gateway.open(session, branches_of(session, self._tools))
         try:
-            url = self._gateway.url(served)
-            status, output = await self._play(
-                {
-                    "OPENAI_BASE_URL": f"{url}/v1",
-                    "OPENAI_API_KEY": served.token,
-                    "HEADRACE_REWARD_URL": f"{url}/reward",
-                    "HEADRACE_TASK": _task(task),
-                },
-                session.rollout_id,
-            )
+            facts = facts_of(served, self._gateway.url(served))
+            variables = {
+                "OPENAI_BASE_URL": facts["base_url"],
+                "OPENAI_API_KEY": facts["api_key"],
+                "HEADRACE_REWARD_URL": facts["reward_url"],
+                "HEADRACE_TASK": orjson.dumps(told).decode(),
+            }
+            status, output = await run_program(self._settings.command, variables)
         finally:
             await self._gateway.close(served)
+        log.debug("program ended", rollout_id=session.rollout_id, status=status, output=end_of(output))
         if served.failure is not None:
             raise served.failure
         if status != 0:
-            raise LoopError(f"rollout {session.rollout_id}: the program ended with status {status}: {_end_of(output)!r}")
+            raise LoopError(f"rollout {session.rollout_id}: the program ended with status {status}: {end_of(output)!r}")
         if session.reward is None and self._settings.reward == "last_line":
             session.reward, session.reward_parts = _last_line(output, session.rollout_id)
-        if session.reward is None and self._settings.reward == "posted":
-            raise Unscored(f"rollout {session.rollout_id}: the program ended and posted no reward")
-
-    async def _play(self, variables: dict[str, str], rollout_id: str) -> tuple[int, bytes]:
-        """(exit status, the end of its output)."""
-        try:
-            process = await asyncio.create_subprocess_exec(
-                *self._settings.command,
-                stdin=asyncio.subprocess.DEVNULL,
-                stdout=asyncio.subprocess.PIPE,
-                stderr=asyncio.subprocess.STDOUT,
-                env={**os.environ, **variables},
-                start_new_session=True,
-            )
-        except OSError as error:
-            why = error.strerror or error
-            raise LoopError(f"gateway.command: {self._settings.command[0]} cannot be started: {why}") from error
-        assert process.stdout is not None, "a pipe was asked for"
-        kept = bytearray()
-        reading = asyncio.create_task(_keep_end(process.stdout, kept))
-        try:
-            status = await process.wait()
-        finally:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(process.pid, signal.SIGKILL)
-            # Whoever left the group may hold the pipe open: what is there by now is read, and no more.
-            await asyncio.wait((reading,), timeout=1.0)
-            reading.cancel()
-        log.debug("program ended", rollout_id=rollout_id, status=status, output=_end_of(bytes(kept)))
-        return status, bytes(kept)
+        check_reward(session, self._settings)
 
 
-async def _keep_end(stream: asyncio.StreamReader, kept: bytearray) -> None:
-    while chunk := await stream.read(1 << 16):
-        kept += chunk
-        if len(kept) > _KEPT_BYTES:
-            del kept[:-_KEPT_BYTES]
+async def listen(gateway: Gateway, settings: GatewaySettings) -> None:
+    """Raises LoopError when nobody can listen there."""
+    try:
+        await gateway.start()
+    except OSError as error:
+        raise LoopError(f"gateway: cannot listen at {settings.host}:{settings.port}: {error.strerror or error}") from error
 
 
-def _task(task: Task) -> str:
-    """Raises LoopError for a task that is no plain data."""
+def branches_of(session: Session, tools: ToolSettings) -> Branches:
+    """Raises LoopError where the model has no chat template."""
+    template = chat_codec_of(session).chat_template
+    tool_format = format_of_template(template) if tools.format == "auto" else ToolFormat(tools.format)
+    return Branches(session, tool_format=tool_format, history=tools.history)
+
+
+def task_of(task: Task) -> Any:
+    """As plain data. Raises LoopError for a task that is none."""
     told = {
         "task_id": task.task_id,
         "prompt": task.prompt_text,
@@ -139,9 +104,15 @@ def _task(task: Task) -> str:
         "extra_info": dict(task.extra_info),
     }
     try:
-        return orjson.dumps(told, option=orjson.OPT_SERIALIZE_NUMPY).decode()
+        return orjson.loads(orjson.dumps(told, option=orjson.OPT_SERIALIZE_NUMPY))
     except TypeError as error:
         raise LoopError(f"task {task.task_id}: cannot be told to a program as JSON: {error}") from error
+
+
+def check_reward(session: Session, settings: GatewaySettings) -> None:
+    """Raises Unscored where a reward was to be posted, and none was."""
+    if session.reward is None and settings.reward != "function":
+        raise Unscored(f"rollout {session.rollout_id}: the program ended and posted no reward")
 
 
 def _last_line(output: bytes, rollout_id: str) -> tuple[float, dict[str, float]]:
@@ -152,7 +123,3 @@ def _last_line(output: bytes, rollout_id: str) -> tuple[float, dict[str, float]]
     except (IndexError, orjson.JSONDecodeError, Refusal) as error:
         line = lines[-1][:200] if lines else ""
         raise Unscored(f"rollout {rollout_id}: got {line!r} as the program's last line, expected a reward") from error
-
-
-def _end_of(output: bytes) -> str:
-    return output[-500:].decode("utf-8", "replace").strip()

@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 import orjson
 
+from agent_loop.deadline import Deadline
 from agent_loop.engine import Engine, Generation, SamplingParams
 from agent_loop.errors import AgentLoopError, Diverged, EngineUnavailable, LoopError, NoRoom
 from agent_loop.progress import Noted, Piece, Recorder, Rewound, Sampled, Shown, Unrecorded
@@ -61,6 +62,7 @@ class Session:
         slices: Slices | None = None,
         recorder: Recorder | None = None,
         restored: Sequence[Piece] = (),
+        deadline: Deadline | None = None,
     ) -> None:
         """`sampling.max_tokens` bounds one turn; `rollout_id` (with its attempt) prefixes the ids of the engine's requests.
 
@@ -71,6 +73,8 @@ class Session:
         self.rollout_id = rollout_id
         self.max_model_len = max_model_len
         self.codec = codec
+        self.deadline = deadline
+        """Of the attempt; None where it has none."""
         self._engine = engine
         self.reward: float | None = None
         """Set by a loop that knows its reward itself (an environment's return); None: the reward function is asked."""

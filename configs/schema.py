@@ -503,12 +503,21 @@ class ToolSettings(Section):
 
 class GatewaySettings(Section):
     command: tuple[str, ...] = Field(
-        (), description="With agent_loop=program: the program that is started for each rollout, and its arguments."
+        (),
+        description="A program and its arguments: with agent_loop=program it is started for each rollout; with external it is "
+        "started once and takes rollouts by POST /sessions (empty: programs that run elsewhere do).",
+    )
+    num_programs: int = Field(1, ge=1, le=1024, description="With agent_loop=external: copies of the program.")
+    claim_wait_s: float = Field(
+        20.0, ge=0, le=600, description="How long a program that asks for a rollout waits for one; then 429."
+    )
+    idle_timeout_s: float = Field(
+        300.0, gt=0, description="With agent_loop=external: a rollout whose program makes no call for so long fails."
     )
     reward: Literal["function", "last_line", "posted"] = Field(
         "function",
         description="Where the reward comes from when the program posted none: the reward function, or the last line that the "
-        "program prints (a number, or JSON with `reward` and `parts`); `posted`: the rollout has none.",
+        "program prints (with agent_loop=program: a number, or JSON with `reward` and `parts`); `posted`: it has none.",
     )
     temperature: Literal["run", "refuse"] = Field(
         "run",

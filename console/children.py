@@ -8,23 +8,21 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ctypes
 import os
 import signal
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import structlog
 
-log = structlog.get_logger()
+from configs.parent_death import die_with
 
-_PR_SET_PDEATHSIG = 1
-_prctl = ctypes.CDLL(None, use_errno=True).prctl
+log = structlog.get_logger()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,14 +117,3 @@ async def _first_of(*waits: Coroutine[Any, Any, object], timeout_s: float) -> No
     finally:
         for task in tasks:
             task.cancel()
-
-
-def die_with(parent: int) -> Callable[[], None]:
-    """What a child process runs before its program: ask the kernel for SIGTERM at the parent's death, and end if it is dead."""
-
-    def prepare() -> None:
-        _prctl(_PR_SET_PDEATHSIG, int(signal.SIGTERM))
-        if os.getppid() != parent:
-            os._exit(1)
-
-    return prepare

@@ -11,6 +11,7 @@ from collections.abc import Callable
 
 import structlog
 
+from agent_loop.deadline import Deadline
 from rollouter.errors import GivenUp, LateResult
 from rollouter.progress import Recording
 from rollouter.rollouts import Episode, Plan, Runner
@@ -45,10 +46,11 @@ class Attempts:
         given_up = f"rollout {plan.rollout_id} attempt {number} was given up"
         if stop.done():
             raise GivenUp(f"{given_up} before it began")
-        playing = asyncio.create_task(self._runner.attempt(plan, number, recording), name=f"{plan.rollout_id}.{number}")
-        timeout_s = self._timeout_s()
+        deadline = Deadline(self._timeout_s())
+        attempt = self._runner.attempt(plan, number, recording, deadline)
+        playing = asyncio.create_task(attempt, name=f"{plan.rollout_id}.{number}")
         try:
-            await asyncio.wait((playing, stop), timeout=timeout_s + self._grace_s, return_when=asyncio.FIRST_COMPLETED)
+            await self._wait(playing, stop, deadline)
         finally:
             if not playing.done():
                 await self._end(playing, plan, number)
@@ -59,8 +61,8 @@ class Attempts:
             raise GivenUp(f"{given_up} while it ran")
         if playing in self._left or playing.cancelled():
             raise TimeoutError(
-                f"rollout {plan.rollout_id} attempt {number} gave up after {timeout_s:g} s; its agent loop does not end "
-                "when it is cancelled"
+                f"rollout {plan.rollout_id} attempt {number} gave up after {deadline.timeout_s:g} s; its agent loop does not "
+                "end when it is cancelled"
             )
         try:
             return playing.result()
@@ -74,6 +76,15 @@ class Attempts:
             playing.cancel()
         if self._left:
             await asyncio.wait(self._left, timeout=self._grace_s)
+
+    async def _wait(self, playing: asyncio.Task[Episode], stop: asyncio.Future[None], deadline: Deadline) -> None:
+        """Until either is done, or the deadline is over by more than the grace."""
+        left_s: float | None = deadline.timeout_s
+        while not playing.done() and not stop.done() and (left_s is None or left_s > -self._grace_s):
+            # One that is held has its whole time from when it begins.
+            wait_s = (deadline.timeout_s if left_s is None else left_s) + self._grace_s
+            await asyncio.wait((playing, stop), timeout=wait_s, return_when=asyncio.FIRST_COMPLETED)
+            left_s = deadline.left_s
 
     async def _end(self, playing: asyncio.Task[Episode], plan: Plan, number: int) -> None:
         playing.cancel()

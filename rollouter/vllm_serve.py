@@ -11,7 +11,6 @@ vLLM's own C kernel, which eager mode on a CPU leaves out.
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import json
 import multiprocessing
@@ -22,13 +21,13 @@ from collections.abc import Callable
 from types import GenericAlias
 from typing import Any
 
-_PR_SET_PDEATHSIG = 1
+from configs.parent_death import end_with_parent
 
 
 def main() -> None:
     """Serve until SIGTERM. Exits with 0 when standard input closes before the arguments came."""
     parent = os.getppid()
-    _end_with_parent(signal.SIGKILL)  # in order, it would wait for requests that nobody will answer any more
+    end_with_parent(signal.SIGKILL)  # in order, it would wait for requests that nobody will answer any more
     if os.getppid() != parent:
         return
     gc.disable()  # importing makes a million objects, none of them garbage
@@ -57,11 +56,6 @@ def main() -> None:
     uvloop.run(run_server(arguments))
 
 
-def _end_with_parent(number: signal.Signals) -> None:
-    """Have the kernel send `number` to this process when the one that started it ends."""
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, int(number), 0, 0, 0)
-
-
 def _import_engine() -> None:
     """What the engine's process needs, so that it is there when that process is forked."""
     import vllm.model_executor.models.registry
@@ -80,7 +74,7 @@ def _fork_the_engine() -> None:
     torch.set_num_threads(1)  # OpenMP's threads do not survive a fork; the child starts its own
 
     def in_child() -> None:
-        _end_with_parent(signal.SIGKILL)
+        end_with_parent(signal.SIGKILL)
         torch.set_num_threads(threads)
 
     os.register_at_fork(after_in_child=in_child)

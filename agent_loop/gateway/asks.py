@@ -1,4 +1,4 @@
-"""What a program asks of `/v1/chat/completions`, read and checked. Pure.
+"""What a program asks of `/v1/chat/completions`, read and checked, and the checks that all interfaces share. Pure.
 
 Invariant: an `Ask` can be sampled as the run samples. A parameter that would make it sample otherwise is refused by name.
 """
@@ -19,14 +19,16 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "frequency_penalty": (0,),
     "repetition_penalty": (1,),
     "logit_bias": ({},),
-    "top_logprobs": (0,),
     "stop": ("", []),
+}
+"""Values that change nothing; null is always one."""
+_NEUTRAL_CHAT: Mapping[str, tuple[Any, ...]] = {
+    "top_logprobs": (0,),
     "response_format": ({"type": "text"},),
     "functions": ([],),
     "tool_choice": ("auto", "none"),
     "modalities": (["text"],),
 }
-"""Values that change nothing; null is always one."""
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
@@ -46,8 +48,17 @@ class Refusal(Exception):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Rules:
+    """What the run makes of requests."""
+
+    run_temperature: float
+    temperature: Literal["run", "refuse"]
+    """What becomes of a request at another temperature than the run's."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Ask:
-    """One request."""
+    """One request for the assistant's next turn in a conversation."""
 
     messages: tuple[Mapping[str, Any], ...]
     """As chat templates take them: text contents, `arguments` as objects."""
@@ -60,28 +71,17 @@ class Ask:
     model: str
 
 
-def read_ask(body: Any, *, run_temperature: float, temperature: Literal["run", "refuse"]) -> Ask:
+def read_ask(found: Any, rules: Rules) -> Ask:
     """Raises Refusal (400) naming the parameter."""
-    if not isinstance(body, Mapping):
-        raise Refusal(400, f"got {type(body).__name__}, expected a JSON object", code="invalid_body")
-    for name, neutral in _NEUTRAL.items():
-        value = body.get(name)
-        if value is not None and value not in neutral:
-            raise _refused(name, f"got {value!r}, and only {neutral[0]!r} samples what is trained")
-    asked = body.get("temperature")
-    if temperature == "refuse" and asked is not None and asked != run_temperature:
-        raise _refused("temperature", f"got {asked!r}, and the run samples at {run_temperature:g} (gateway.temperature)")
-    limit = body.get("max_completion_tokens", None) or body.get("max_tokens")
-    if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int) or limit < 1):
-        raise _refused("max_tokens", f"got {limit!r}, expected a whole number of at least 1")
+    body = checked(found, rules, _NEUTRAL_CHAT)
     options = body.get("stream_options") or {}
     tools = body.get("tools") or []
     if not isinstance(tools, list) or not all(isinstance(tool, Mapping) and tool.get("type") == "function" for tool in tools):
-        raise _refused("tools", "expected a list of functions")
+        raise refused("tools", "expected a list of functions")
     return Ask(
         messages=_messages(body.get("messages")),
         tools=() if body.get("tool_choice") == "none" else tuple(tools),
-        max_tokens=limit,
+        max_tokens=limit_of(body, "max_completion_tokens", "max_tokens"),
         stream=bool(body.get("stream")),
         include_usage=isinstance(options, Mapping) and bool(options.get("include_usage")),
         logprobs=bool(body.get("logprobs")),
@@ -89,17 +89,71 @@ def read_ask(body: Any, *, run_temperature: float, temperature: Literal["run", "
     )
 
 
+def checked(found: Any, rules: Rules, neutral: Mapping[str, tuple[Any, ...]]) -> Mapping[str, Any]:
+    """The body, of which nothing samples otherwise than the run; `neutral` are this interface's own values that change
+    nothing. Raises Refusal (400) naming the parameter."""
+    if not isinstance(found, Mapping):
+        raise Refusal(400, f"got {type(found).__name__}, expected a JSON object", code="invalid_body")
+    for name, values in (*_NEUTRAL.items(), *neutral.items()):
+        value = found.get(name)
+        if value is not None and value not in values:
+            raise refused(name, f"got {value!r}, and only {values[0]!r} samples what is trained")
+    asked = found.get("temperature")
+    if rules.temperature == "refuse" and asked is not None and asked != rules.run_temperature:
+        raise refused("temperature", f"got {asked!r}, and the run samples at {rules.run_temperature:g} (gateway.temperature)")
+    return found
+
+
+def limit_of(body: Mapping[str, Any], *names: str) -> int | None:
+    """The bound of new tokens under the first of `names` that is set. Raises Refusal (400)."""
+    for name in names:
+        limit = body.get(name)
+        if limit is None:
+            continue
+        if isinstance(limit, bool) or not isinstance(limit, int) or limit < 1:
+            raise refused(name, f"got {limit!r}, expected a whole number of at least 1")
+        return limit
+    return None
+
+
+def refused(param: str, why: str) -> Refusal:
+    return Refusal(400, f"{param}: {why}", code="unsupported_value", param=param)
+
+
+def text_of(content: Any, where: str, *, kinds: Sequence[str] = ("text",)) -> str:
+    """The text of a message's content. Raises Refusal (400) for anything but text or parts of these kinds."""
+    if content is None:
+        return ""
+    if isinstance(content, str):
+        return content
+    if isinstance(content, list) and all(isinstance(part, Mapping) and part.get("type") in kinds for part in content):
+        return "".join(str(part.get("text", "")) for part in content)
+    raise refused(f"{where}.content", "expected text, or a list of text parts")
+
+
+def call_of(identity: Any, name: Any, arguments: Any, where: str) -> dict[str, Any]:
+    """A tool call as chat templates take it. Raises Refusal (400)."""
+    if not isinstance(name, str):
+        raise refused(where, "expected calls of functions by name")
+    arguments = arguments or "{}"
+    try:
+        arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
+    except (ValueError, RecursionError):
+        raise refused(where, f"got arguments of {name} that are not JSON") from None
+    return {"id": str(identity or ""), "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
 def _messages(found: Any) -> tuple[Mapping[str, Any], ...]:
     if not isinstance(found, list) or not found:
-        raise _refused("messages", "expected a list of at least one message")
+        raise refused("messages", "expected a list of at least one message")
     return tuple(_message(message, f"messages.{at}") for at, message in enumerate(found))
 
 
 def _message(found: Any, where: str) -> Mapping[str, Any]:
     if not isinstance(found, Mapping) or found.get("role") not in _ROLES:
-        raise _refused(where, f"expected an object with a role of {', '.join(_ROLES)}")
+        raise refused(where, f"expected an object with a role of {', '.join(_ROLES)}")
     role = "system" if found["role"] == "developer" else str(found["role"])
-    message: dict[str, Any] = {"role": role, "content": _text(found.get("content"), where)}
+    message: dict[str, Any] = {"role": role, "content": text_of(found.get("content"), where)}
     if role == "tool":
         message |= {name: str(found[name]) for name in ("tool_call_id", "name") if found.get(name)}
     if role == "assistant" and found.get("tool_calls"):
@@ -109,32 +163,11 @@ def _message(found: Any, where: str) -> Mapping[str, Any]:
 
 def _calls(found: Any, where: str) -> list[dict[str, Any]]:
     if not isinstance(found, Sequence) or isinstance(found, str):
-        raise _refused(where, "expected a list of calls")
+        raise refused(where, "expected a list of calls")
     calls = []
     for call in found:
         function = call.get("function") if isinstance(call, Mapping) else None
-        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-            raise _refused(where, "expected calls of functions by name")
-        arguments = function.get("arguments") or "{}"
-        try:
-            arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
-        except (ValueError, RecursionError):
-            raise _refused(where, f"got arguments of {function['name']} that are not JSON") from None
-        calls.append(
-            {"id": str(call.get("id", "")), "type": "function", "function": {"name": function["name"], "arguments": arguments}}
-        )
+        if not isinstance(function, Mapping):
+            raise refused(where, "expected calls of functions by name")
+        calls.append(call_of(call.get("id"), function.get("name"), function.get("arguments"), where))
     return calls
-
-
-def _text(content: Any, where: str) -> str:
-    if content is None:
-        return ""
-    if isinstance(content, str):
-        return content
-    if isinstance(content, list) and all(isinstance(part, Mapping) and part.get("type") == "text" for part in content):
-        return "".join(str(part.get("text", "")) for part in content)
-    raise _refused(f"{where}.content", "expected text, or a list of text parts")
-
-
-def _refused(param: str, why: str) -> Refusal:
-    return Refusal(400, f"{param}: {why}", code="unsupported_value", param=param)

@@ -1,35 +1,29 @@
-"""Which tokens a request's messages stand for: a session's branches, each a conversation that was told so far.
+"""Which tokens a request stands for: a session's branches, each a conversation or a text that was told so far.
 
-Invariant: messages that go on from what a branch was told and answered are appended to that branch's tokens. Any other history
-begins a branch of its own, in a segment of its own; so does a request that comes while its branch is taken.
+Invariant: what goes on from what a branch was told and answered is appended to that branch's tokens. Any other history begins a
+branch of its own, in a segment of its own; so does a request that comes while its branch is taken.
 """
 
 from __future__ import annotations
 
 import secrets
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol, TypeVar
 
-from agent_loop.chat import Conversation, chat_codec_of
+import numpy as np
+import numpy.typing as npt
+
+from agent_loop.chat import Conversation, Said, read_turn
 from agent_loop.engine import Generation
 from agent_loop.errors import AgentLoopError, NoRoom
 from agent_loop.gateway.asks import Ask, Refusal
+from agent_loop.gateway.text_asks import TextAsk
 from agent_loop.session import Session
 from agent_loop.tool_formats import Call, ToolFormat, read_calls
 
 _SIGNS = {ToolFormat.HERMES: "<tool_call>", ToolFormat.MISTRAL: "[TOOL_CALLS]", ToolFormat.DEEPSEEK: "<｜tool▁calls▁begin｜>"}
 """What stands before the first call; in other formats a call is the whole reply."""
-
-
-@dataclass(slots=True, eq=False)
-class _Branch:
-    session: Session
-    tools: tuple[Mapping[str, Any], ...]
-    chat: Conversation
-    told: list[Mapping[str, Any]] = field(default_factory=list)
-    """What it was told and what it answered, as the program has it."""
-    busy: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -43,6 +37,113 @@ class Answer:
     num_prompt_tokens: int
     finish_reason: Literal["stop", "length", "tool_calls"]
     token_texts: tuple[str, ...]
+    """Of the turn's tokens, where logprobs were asked for."""
+
+
+class TextCodec(Protocol):
+    """What a text's branch asks of the model's tokenizer."""
+
+    def encode(self, text: str) -> list[int]: ...
+
+    def encode_prompt(self, prompt: str) -> tuple[str, npt.NDArray[np.int32]]:
+        """(text, [n] int32 token ids), with the special tokens that the tokenizer puts before a text."""
+        ...
+
+
+class _Talk:
+    """A conversation."""
+
+    def __init__(self, session: Session, ask: Ask, history: Literal["template", "append"]) -> None:
+        self.session = session
+        self.busy = False
+        self._tools = ask.tools
+        self._chat = Conversation(session, ask.messages, tools=ask.tools, history=history)
+        self._told: list[Mapping[str, Any]] = []
+        """What it was told and what it answered, as the program has it."""
+
+    @property
+    def extent(self) -> int:
+        """How much it was told."""
+        return len(self._told)
+
+    def goes_on(self, ask: Ask) -> bool:
+        told, messages = self._told, ask.messages
+        if not told or len(messages) <= len(told) or self._tools != ask.tools:
+            return False
+        if any(message["role"] == "assistant" for message in messages[len(told) :]):
+            return False
+        return all(one == other for one, other in zip(told, messages, strict=False))
+
+    def open(self, ask: Ask) -> None:
+        self._chat.open()
+
+    def show(self, ask: Ask) -> bool:
+        return self._chat.show(ask.messages[len(self._told) :])
+
+    def took(self, turn: Generation) -> str:
+        return self._chat.took(turn)
+
+    def told(self, ask: Ask, content: str, calls: Sequence[Mapping[str, Any]]) -> None:
+        said: dict[str, Any] = {"role": "assistant", "content": content}
+        if calls:
+            said["tool_calls"] = list(calls)
+        self._told = [*ask.messages, said]
+
+
+class _Text:
+    """A text, or token ids, without a conversation's form."""
+
+    def __init__(self, session: Session) -> None:
+        self.session = session
+        self.busy = False
+        self._codec: Any = session.codec
+        self._text: str | None = None
+        """All of it as the program has it; None where it began with token ids."""
+        self._said: Said | None = None
+
+    @property
+    def extent(self) -> int:
+        """Tokens that it was told."""
+        return self.session.num_tokens
+
+    def goes_on(self, ask: TextAsk) -> bool:
+        if isinstance(ask.prompt, str):
+            return bool(self._text) and len(ask.prompt) > len(self._text or "") and ask.prompt.startswith(self._text or "")
+        tokens = self.session.tokens
+        return len(ask.prompt) > tokens.size and np.array_equal(np.array(ask.prompt[: tokens.size], np.int32), tokens)
+
+    def open(self, ask: TextAsk) -> None:
+        if isinstance(ask.prompt, str):
+            codec: TextCodec = self._codec
+            self._text = ask.prompt
+            self.session.append(codec.encode_prompt(ask.prompt)[1])
+        else:
+            self.session.append(ask.prompt)
+
+    def show(self, ask: TextAsk) -> bool:
+        if isinstance(ask.prompt, str):
+            ids = self._codec.encode(ask.prompt[len(self._text or "") :])
+            ended = bool(self._said and self._said.end)  # by a token that the program was not told, and does not go on from
+            if len(ids) > self.session.room + ended:
+                return False
+            if ended:
+                self.session.rewind(self.session.num_tokens - 1)
+            self._text = ask.prompt
+        else:
+            ids = ask.prompt[self.session.num_tokens :]
+            if len(ids) > self.session.room:
+                return False
+        self.session.append(ids)
+        return True
+
+    def took(self, turn: Generation) -> str:
+        self._said = read_turn(self._codec, self.session.tokens[: -turn.token_ids.size], turn)
+        if self._text is not None:
+            self._text += self._said.content
+        return self._said.content
+
+
+B = TypeVar("B", _Talk, _Text)
 
 
 class Branches:
@@ -52,87 +153,104 @@ class Branches:
         self._root = session
         self._format = tool_format
         self._history = history
-        self._branches: list[_Branch] = []
+        self._talks: list[_Talk] = []
+        self._texts: list[_Text] = []
         self._root_taken = False
 
     async def answer(self, ask: Ask) -> Answer:
         """Sample the assistant's next turn. Raises Refusal (400) where it does not fit, and what the engine raises: the rollout
         cannot go on then, since the turn was begun."""
-        branch = self._of(ask)
+        talk = self._branch(self._talks, ask, lambda session: _Talk(session, ask, self._history))
+        num_prompt_tokens = talk.session.num_tokens
+        turn = await self._generate(talk, ask.max_tokens)
+        content, calls = self._read(talk.took(turn), turn, bool(ask.tools))
+        talk.told(ask, content, calls)
+        ended: Literal["stop", "length", "tool_calls"] = "tool_calls" if calls else _end_of(turn)
+        return self._answer(content, calls, turn, num_prompt_tokens, ended, logprobs=ask.logprobs)
+
+    async def go_on(self, ask: TextAsk) -> Answer:
+        """Sample what follows a text. Raises as `answer`."""
+        text = self._branch(self._texts, ask, _Text)
+        num_prompt_tokens = text.session.num_tokens
+        turn = await self._generate(text, ask.max_tokens)
+        return self._answer(text.took(turn), (), turn, num_prompt_tokens, _end_of(turn), logprobs=ask.logprobs)
+
+    def _branch(self, branches: list[B], ask: Any, make: Callable[[Session], B]) -> B:
+        """The branch that `ask` goes on from, the one that was told most if there are several, or a new one; what is new was
+        shown. Raises Refusal (400)."""
+        found = max((one for one in branches if not one.busy and one.goes_on(ask)), key=lambda one: one.extent, default=None)
+        branch = found or make(self._session())
+        session = branch.session
+        try:
+            if found is None:
+                branch.open(ask)
+            elif not branch.show(ask):
+                raise _too_long("the prompt does not fit into engine.max_model_len")
+        except AgentLoopError as error:
+            if found is None:
+                self._give_back(session)
+            raise Refusal(400, str(error), code="invalid_messages", param="messages") from error
+        if found is None:
+            if session.room < 1:
+                self._give_back(session)
+                size = f"the prompt has {session.num_tokens} tokens, and engine.max_model_len is {session.max_model_len}"
+                raise _too_long(size)
+            branches.append(branch)
+            if session is not self._root:
+                self._root.count("branches")
+        return branch
+
+    def _session(self) -> Session:
+        """For a new branch."""
+        session = self._root.fork() if self._root_taken else self._root
+        self._root_taken = True
+        session.rewind(0)
+        return session
+
+    async def _generate(self, branch: _Talk | _Text, max_tokens: int | None) -> Generation:
+        limit = branch.session.sampling.max_tokens
         branch.busy = True
         try:
-            session = branch.session
-            num_prompt_tokens = session.num_tokens
-            limit = session.sampling.max_tokens
-            try:
-                turn = await session.generate(max_tokens=min(limit, ask.max_tokens or limit))
-            except NoRoom as error:
-                self._forget(branch)
-                raise _too_long(str(error)) from error
-            text = branch.chat.took(turn)
-            content, calls = self._read(text, turn, bool(ask.tools))
-            said: dict[str, Any] = {"role": "assistant", "content": content}
-            if calls:
-                said["tool_calls"] = list(calls)
-            branch.told = [*ask.messages, said]
+            return await branch.session.generate(max_tokens=min(limit, max_tokens or limit))
+        except NoRoom as error:
+            self._forget(branch)
+            raise _too_long(str(error)) from error
         finally:
             branch.busy = False
-        ended = "length" if turn.stop_reason == "length" else "tool_calls" if calls else "stop"
-        codec = chat_codec_of(session)
+
+    def _forget(self, branch: _Talk | _Text) -> None:
+        self._talks = [one for one in self._talks if one is not branch]
+        self._texts = [one for one in self._texts if one is not branch]
+        self._give_back(branch.session)
+
+    def _give_back(self, session: Session) -> None:
+        if session is self._root and not self._root.num_turns:
+            self._root_taken = False
+
+    def _answer(
+        self,
+        content: str,
+        calls: tuple[Mapping[str, Any], ...],
+        turn: Generation,
+        num_prompt_tokens: int,
+        ended: Literal["stop", "length", "tool_calls"],
+        *,
+        logprobs: bool,
+    ) -> Answer:
+        codec: Any = self._root.codec
+        texts = tuple(codec.decode_whole([token]) for token in turn.token_ids.tolist()) if logprobs else ()
         return Answer(
             content=content,
             calls=calls,
             turn=turn,
             num_prompt_tokens=num_prompt_tokens,
-            finish_reason=ended,  # type: ignore[arg-type]
-            token_texts=tuple(codec.decode_whole([token]) for token in turn.token_ids.tolist()) if ask.logprobs else (),
+            finish_reason=ended,
+            token_texts=texts,
         )
-
-    def _of(self, ask: Ask) -> _Branch:
-        going_on = [branch for branch in self._branches if not branch.busy and _goes_on(branch, ask)]
-        for branch in sorted(going_on, key=lambda one: len(one.told), reverse=True):
-            try:
-                if not branch.chat.show(ask.messages[len(branch.told) :]):
-                    raise _too_long("the messages do not fit into engine.max_model_len")
-            except AgentLoopError as error:
-                raise Refusal(400, str(error), code="invalid_messages", param="messages") from error
-            return branch
-        return self._new(ask)
-
-    def _new(self, ask: Ask) -> _Branch:
-        if self._root_taken:
-            session = self._root.fork()
-        else:
-            session, self._root_taken = self._root, True
-        session.rewind(0)
-        chat = Conversation(session, ask.messages, tools=ask.tools, history=self._history)
-        branch = _Branch(session=session, tools=ask.tools, chat=chat)
-        self._branches.append(branch)
-        try:
-            chat.open()
-        except AgentLoopError as error:
-            self._forget(branch)
-            raise Refusal(400, str(error), code="invalid_messages", param="messages") from error
-        if session.room < 1:
-            self._forget(branch)
-            raise _too_long(
-                f"the messages have {session.num_tokens} tokens, and engine.max_model_len is {session.max_model_len}"
-            )
-        if session is not self._root:
-            self._root.count("branches")
-        return branch
-
-    def _forget(self, branch: _Branch) -> None:
-        self._branches.remove(branch)
-        if branch.session is self._root and not self._root.num_turns:
-            self._root_taken = False
 
     def _read(self, text: str, turn: Generation, has_tools: bool) -> tuple[str, tuple[Mapping[str, Any], ...]]:
         """(content, calls). A reply with a call that cannot be read, or that the token limit cut, is content."""
         found = read_calls(text, self._format) if has_tools and turn.stop_reason == "stop" else []
-        if any(not isinstance(call, Call) for call in found):
-            self._root.count("tool_parse_errors")
-            return text, ()
         calls = tuple(
             {
                 "id": f"call_{secrets.token_hex(8)}",
@@ -142,25 +260,18 @@ class Branches:
             for call in found
             if isinstance(call, Call)
         )
+        if len(calls) < len(found):
+            self._root.count("tool_parse_errors")
+            return text, ()
         if not calls:
             return text, ()
         self._root.count("tool_calls", len(calls))
-        sign = {
-            ToolFormat.HERMES: "<tool_call>",
-            ToolFormat.MISTRAL: "[TOOL_CALLS]",
-            ToolFormat.DEEPSEEK: "<｜tool▁calls▁begin｜>",
-        }
-        before, found_sign, _ = text.partition(sign.get(self._format, "\0"))
+        before, found_sign, _ = text.partition(_SIGNS.get(self._format, "\0"))
         return before.strip() if found_sign else "", calls
 
 
-def _goes_on(branch: _Branch, ask: Ask) -> bool:
-    told = branch.told
-    if not told or len(ask.messages) <= len(told) or branch.tools != ask.tools:
-        return False
-    if any(message["role"] == "assistant" for message in ask.messages[len(told) :]):
-        return False
-    return all(one == other for one, other in zip(told, ask.messages, strict=False))
+def _end_of(turn: Generation) -> Literal["stop", "length"]:
+    return "length" if turn.stop_reason == "length" else "stop"
 
 
 def _too_long(why: str) -> Refusal:

@@ -1,13 +1,15 @@
-"""Answers in the shape of OpenAI's chat completions, whole or as the events of a stream. Pure."""
+"""Answers in the shape of OpenAI's chat completions and completions, whole or as the events of a stream. Pure."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from itertools import accumulate
 from typing import Any
 
 from agent_loop.gateway.asks import Ask
 from agent_loop.gateway.branches import Answer
+from agent_loop.gateway.text_asks import TextAsk
 
 DONE = b"data: [DONE]\n\n"
 
@@ -39,12 +41,40 @@ def events(ask: Ask, answer: Answer, *, identity: str, created: int) -> Iterator
     yield DONE
 
 
-def _event(ask: Ask, identity: str, created: int, choices: list[Any], **more: Any) -> bytes:
-    body = _head(ask, identity, created, "chat.completion.chunk") | {"choices": choices} | more
+def text_completion(ask: TextAsk, answer: Answer, *, identity: str, created: int) -> dict[str, Any]:
+    """The whole answer of `/v1/completions`."""
+    return _head(ask, identity, created, "text_completion") | {"choices": [_text(ask, answer)], "usage": _usage(answer)}
+
+
+def text_events(ask: TextAsk, answer: Answer, *, identity: str, created: int) -> Iterator[bytes]:
+    """The same as server-sent events."""
+    yield _event(ask, identity, created, [_text(ask, answer)], kind="text_completion")
+    if ask.include_usage:
+        yield _event(ask, identity, created, [], kind="text_completion", usage=_usage(answer))
+    yield DONE
+
+
+def _text(ask: TextAsk, answer: Answer) -> dict[str, Any]:
+    logprobs = None
+    if ask.logprobs:
+        ends = list(accumulate(len(text) for text in answer.token_texts))
+        logprobs = {
+            "tokens": list(answer.token_texts),
+            "token_logprobs": answer.turn.logprobs.tolist(),
+            "text_offset": [0, *ends[:-1]],
+            "top_logprobs": None,
+        }
+    return {"index": 0, "text": answer.content, "finish_reason": answer.finish_reason, "logprobs": logprobs}
+
+
+def _event(
+    ask: Ask | TextAsk, identity: str, created: int, choices: list[Any], *, kind: str = "chat.completion.chunk", **more: Any
+) -> bytes:
+    body = _head(ask, identity, created, kind) | {"choices": choices} | more
     return b"data: " + json.dumps(body, allow_nan=False).encode() + b"\n\n"
 
 
-def _head(ask: Ask, identity: str, created: int, kind: str) -> dict[str, Any]:
+def _head(ask: Ask | TextAsk, identity: str, created: int, kind: str) -> dict[str, Any]:
     return {"id": identity, "object": kind, "created": created, "model": ask.model}
 
 

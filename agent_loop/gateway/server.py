@@ -1,50 +1,34 @@
-"""The HTTP server in front of sessions: `/sessions/{id}/v1/…` and `/sessions/{id}/reward`.
+"""The HTTP server in front of sessions: `/sessions/{id}/v1/…` and rewards, and `/sessions`, where programs take rollouts.
 
-Invariant: a session answers only to its own token, and no longer than its rollout lives. A failure of the engine ends the
-session: its rollout fails with that error; whatever else a program sends is answered and changes nothing.
+Invariant: a session answers only to its own token, and no longer than its rollout lives; a rollout is given only to who has the
+gateway's token.
 """
 
 from __future__ import annotations
 
-import asyncio
-import math
 import secrets
 import time
 from collections import deque
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
 from typing import Any
 
-import orjson
 import structlog
 from aiohttp import web
 
-from agent_loop.gateway.asks import Refusal, read_ask
+from agent_loop.errors import LoopError
+from agent_loop.gateway.asks import Refusal, Rules
 from agent_loop.gateway.branches import Branches
-from agent_loop.gateway.replies import completion, events
+from agent_loop.gateway.claims import Claims, Offer
+from agent_loop.gateway.http import MAX_BODY_BYTES, bearer_of, body_of, parsed, read_reward, told, told_refusal
+from agent_loop.gateway.served import CHAT, RESPONSES, TEXT, Interface, ServedSession, facts_of, over
 from agent_loop.session import Session
 from configs.schema import GatewaySettings
 
 log = structlog.get_logger()
 
-_MAX_BODY_BYTES = 16 << 20
-_MAX_PARTS = 64
 _REMEMBERED = 4096
-
-
-@dataclass(slots=True, eq=False)
-class OpenSession:
-    """One rollout's, as the server has it."""
-
-    identity: str
-    token: str
-    session: Session
-    branches: Branches
-    num_calls: int = 0
-    """Now being answered."""
-    failure: BaseException | None = None
-    """What the engine raised."""
-    closed: bool = False
-    calls: set[asyncio.Task[Any]] = field(default_factory=set)
+_MODEL = {"id": "policy", "object": "model", "created": 0, "owned_by": "headrace"}
+_MAX_REASON = 500
 
 
 class Gateway:
@@ -52,17 +36,33 @@ class Gateway:
 
     def __init__(self, settings: GatewaySettings) -> None:
         self._settings = settings
-        self._open: dict[str, OpenSession] = {}
+        self._open: dict[str, ServedSession] = {}
         self._over: deque[str] = deque(maxlen=_REMEMBERED)
+        self._offers: dict[str, Offer] = {}
+        """Those that were taken, by session."""
         self._runner: web.AppRunner | None = None
         self._base = ""
+        self.claims = Claims()
+        self.claim_tokens: set[str] = set()
+        """Whoever has one may take rollouts."""
+        self.on_claim: Callable[[str], None] = lambda token: None
+        """Told the token of each program that takes a rollout."""
+
+    @property
+    def base(self) -> str:
+        """URL."""
+        return self._base
 
     async def start(self) -> None:
         """Listen. Raises OSError."""
-        app = web.Application(client_max_size=_MAX_BODY_BYTES)
-        app.router.add_post("/sessions/{id}/v1/chat/completions", self._chat)
+        app = web.Application(client_max_size=MAX_BODY_BYTES)
+        app.router.add_post("/sessions", self._claim)
+        for path, interface in (("chat/completions", CHAT), ("completions", TEXT), ("responses", RESPONSES)):
+            app.router.add_post(f"/sessions/{{id}}/v1/{path}", self._caller(interface))
         app.router.add_get("/sessions/{id}/v1/models", self._models)
+        app.router.add_get("/sessions/{id}/v1/models/{model:.+}", self._models)
         app.router.add_post("/sessions/{id}/reward", self._reward)
+        app.router.add_post("/sessions/{id}/end", self._end)
         app.router.add_route("*", "/{rest:.*}", _unknown)
         runner = web.AppRunner(app, access_log=None)
         await runner.setup()
@@ -81,145 +81,143 @@ class Gateway:
         if runner is not None:
             await runner.cleanup()
 
-    def open(self, session: Session, branches: Branches) -> OpenSession:
+    def open(self, session: Session, branches: Branches) -> ServedSession:
         """Serve `session` until `close`."""
-        identity = secrets.token_urlsafe(18)
-        found = OpenSession(identity=identity, token=secrets.token_urlsafe(24), session=session, branches=branches)
-        self._open[identity] = found
-        return found
+        rules = Rules(run_temperature=session.sampling.temperature, temperature=self._settings.temperature)
+        served = ServedSession(session, branches, rules=rules, max_calls=self._settings.max_calls_per_session)
+        self._open[served.identity] = served
+        return served
 
-    def url(self, found: OpenSession) -> str:
+    def url(self, served: ServedSession) -> str:
         """Without the trailing `/v1`."""
-        return f"{self._base}/sessions/{found.identity}"
+        return f"{self._base}/sessions/{served.identity}"
 
-    async def close(self, found: OpenSession) -> None:
+    async def close(self, served: ServedSession) -> None:
         """End what it still generates; every later call is answered with 410."""
-        found.closed = True
-        self._open.pop(found.identity, None)
-        self._over.append(found.identity)
-        for call in list(found.calls):
-            call.cancel()
-        if found.calls:
-            await asyncio.wait(list(found.calls))
+        self._open.pop(served.identity, None)
+        self._offers.pop(served.identity, None)
+        self._over.append(served.identity)
+        await served.close()
 
     # ── what is served ───────────────────────────────────────────────────────────────────────────────────────────────
 
-    async def _chat(self, request: web.Request) -> web.StreamResponse:
-        try:
-            found = self._of(request)
-            ask = read_ask(
-                await _json(request),
-                run_temperature=found.session.sampling.temperature,
-                temperature=self._settings.temperature,
-            )
-            if found.num_calls >= self._settings.max_calls_per_session:
-                raise Refusal(
-                    429,
-                    f"the session answers {found.num_calls} calls now (gateway.max_calls_per_session)",
-                    code="too_many_calls",
-                    retry_after_s=1,
-                )
-            found.num_calls += 1
+    def _caller(self, interface: Interface) -> Callable[[web.Request], Any]:
+        async def call(request: web.Request) -> web.StreamResponse:
             try:
-                call = asyncio.ensure_future(found.branches.answer(ask))
-                found.calls.add(call)
-                call.add_done_callback(found.calls.discard)
-                await asyncio.wait((call,))
-            finally:
-                found.num_calls -= 1
-            if call.cancelled():
-                raise _ended()
-            error = call.exception()
-            if isinstance(error, Refusal):
-                raise error
-            if error is not None:
-                found.failure = found.failure or error
-                raise Refusal(500, "the engine failed, and with it the rollout", code="rollout_failed")
-            answer = call.result()
-        except Refusal as refusal:
-            return _refuse(refusal)
-        identity, created = f"chatcmpl-{secrets.token_hex(12)}", int(time.time())
-        if not ask.stream:
-            return _answer(completion(ask, answer, identity=identity, created=created))
-        response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
-        await response.prepare(request)
-        for event in events(ask, answer, identity=identity, created=created):
-            await response.write(event)
-        await response.write_eof()
-        return response
+                served = self._of(request)
+                is_repeat = request.headers.get("x-stainless-retry-count", "0") != "0"
+                reply = await served.call(interface, await body_of(request), is_repeat=is_repeat)
+            except Refusal as refusal:
+                return told_refusal(refusal)
+            if not reply.ask.stream:
+                return told(reply.whole())
+            response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
+            await response.prepare(request)
+            for event in reply.events():
+                await response.write(event)
+            await response.write_eof()
+            return response
+
+        return call
 
     async def _models(self, request: web.Request) -> web.StreamResponse:
         try:
             self._of(request)
         except Refusal as refusal:
-            return _refuse(refusal)
-        return _answer({"object": "list", "data": [{"id": "policy", "object": "model", "created": 0, "owned_by": "headrace"}]})
+            return told_refusal(refusal)
+        model = request.match_info.get("model")
+        return told({**_MODEL, "id": model} if model else {"object": "list", "data": [_MODEL]})
 
     async def _reward(self, request: web.Request) -> web.StreamResponse:
         try:
-            found = self._of(request)
-            value, parts = read_reward(await _json(request))
+            served = self._of(request)
+            value, parts = read_reward(parsed(await body_of(request)))
         except Refusal as refusal:
-            return _refuse(refusal)
-        found.session.reward, found.session.reward_parts = value, parts
-        return _answer({"reward": value})
+            return told_refusal(refusal)
+        _set_reward(served, value, parts)
+        self._ended(served, None)
+        return told({"reward": value})
 
-    def _of(self, request: web.Request) -> OpenSession:
+    async def _end(self, request: web.Request) -> web.StreamResponse:
+        try:
+            served = self._of(request)
+            body = await body_of(request)
+            found: Any = parsed(body) if body else {}
+            if not isinstance(found, Mapping):
+                raise Refusal(400, f"got {type(found).__name__}, expected a JSON object", code="invalid_body")
+            if served.identity not in self._offers:
+                raise Refusal(409, "the rollout ends with its program", code="not_claimed")
+            if found.get("reward") is not None:
+                _set_reward(served, *read_reward(dict(found)))
+        except Refusal as refusal:
+            return told_refusal(refusal)
+        why = found.get("error")
+        self._ended(served, None if why is None else str(why)[:_MAX_REASON])
+        return told({"ended": True})
+
+    async def _claim(self, request: web.Request) -> web.StreamResponse:
+        try:
+            given = bearer_of(request)
+            token = next((one for one in self.claim_tokens if secrets.compare_digest(given, one.encode())), None)
+            if token is None:
+                raise Refusal(401, "got another api key than the gateway's token", code="invalid_api_key")
+            body = await body_of(request)
+            asked: Any = parsed(body) if body else {}
+            wait_s = asked.get("wait_s", self._settings.claim_wait_s) if isinstance(asked, Mapping) else None
+            if isinstance(wait_s, bool) or not isinstance(wait_s, (int, float)) or not wait_s >= 0:
+                why = f"wait_s: got {wait_s!r}, expected seconds of at least 0"
+                raise Refusal(400, why, code="invalid_body", param="wait_s")
+            offer = await self._claimed(request, min(float(wait_s), self._settings.claim_wait_s))
+            if offer is None:
+                raise Refusal(429, "no rollout waits to be taken", code="no_rollout", retry_after_s=1)
+        except Refusal as refusal:
+            return told_refusal(refusal)
+        served = offer.served
+        served.used_at = time.monotonic()
+        self._offers[served.identity] = offer
+        offer.taken.set_result(token)
+        self.on_claim(token)
+        return told({"id": served.identity, **facts_of(served, self.url(served)), "task": offer.task})
+
+    async def _claimed(self, request: web.Request, wait_s: float) -> Offer | None:
+        ends_at = time.monotonic() + wait_s
+        while True:
+            offer = await self.claims.claim(ends_at - time.monotonic())
+            if offer is None:
+                return None
+            if request.transport is None or request.transport.is_closing():
+                self.claims.offer(offer, first=True)  # whoever asked has hung up
+                return None
+            if offer.is_open:
+                return offer
+
+    def _ended(self, served: ServedSession, why: str | None) -> None:
+        offer = self._offers.get(served.identity)
+        if offer is None or offer.ended.done():
+            return
+        if why is None:
+            offer.ended.set_result(None)
+        else:
+            offer.ended.set_exception(LoopError(f"rollout {served.session.rollout_id}: its program gave up: {why}"))
+
+    def _of(self, request: web.Request) -> ServedSession:
         identity = request.match_info["id"]
-        found = self._open.get(identity)
-        if found is None:
+        served = self._open.get(identity)
+        if served is None:
             if identity in self._over:
-                raise _ended()
+                raise over()
             raise Refusal(404, "no such session", code="unknown_session")
-        given = request.headers.get("Authorization", "").removeprefix("Bearer ")
-        if not secrets.compare_digest(given.encode(), found.token.encode()):
+        if not secrets.compare_digest(bearer_of(request), served.token.encode()):
             raise Refusal(401, "got another api key than the session's token", code="invalid_api_key")
-        if found.failure is not None or found.closed:
-            raise _ended()
-        return found
+        if served.is_over:
+            raise over()
+        return served
 
 
-def read_reward(body: Any) -> tuple[float, dict[str, float]]:
-    """`{"reward": x, "parts": {name: y}}`, or a bare number. Raises Refusal (400)."""
-    if isinstance(body, dict):
-        parts = body.get("parts") or {}
-        value = body.get("reward")
-    else:
-        parts, value = {}, body
-    if value is None or not _is_number(value):
-        raise Refusal(400, f"reward: got {value!r}, expected a finite number", code="invalid_reward", param="reward")
-    if not isinstance(parts, dict) or len(parts) > _MAX_PARTS or not all(_is_number(part) for part in parts.values()):
-        raise Refusal(400, f"parts: expected at most {_MAX_PARTS} finite numbers by name", code="invalid_reward", param="parts")
-    return float(value), {str(name): float(part) for name, part in parts.items()}
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-
-
-async def _json(request: web.Request) -> Any:
-    try:
-        return orjson.loads(await request.read())
-    except web.HTTPRequestEntityTooLarge as error:
-        raise Refusal(413, f"got a body of more than {_MAX_BODY_BYTES} bytes", code="too_large") from error
-    except orjson.JSONDecodeError as error:
-        raise Refusal(400, f"got a body that is not JSON: {error}", code="invalid_body") from error
+def _set_reward(served: ServedSession, value: float, parts: dict[str, float]) -> None:
+    served.session.reward, served.session.reward_parts = value, parts
 
 
 async def _unknown(request: web.Request) -> web.StreamResponse:
-    return _refuse(
-        Refusal(404, f"{request.method} is not served here, expected …/v1/chat/completions or …/v1/models", code="unknown_url")
-    )
-
-
-def _ended() -> Refusal:
-    return Refusal(410, "the session is over", code="session_over")
-
-
-def _refuse(refusal: Refusal) -> web.Response:
-    headers = {"Retry-After": str(refusal.retry_after_s)} if refusal.retry_after_s else None
-    return _answer(refusal.body(), status=refusal.status, headers=headers)
-
-
-def _answer(body: dict[str, Any], *, status: int = 200, headers: dict[str, str] | None = None) -> web.Response:
-    return web.Response(body=orjson.dumps(body), status=status, content_type="application/json", headers=headers)
+    known = "…/v1/chat/completions, …/v1/completions, …/v1/responses or …/v1/models"
+    return told_refusal(Refusal(404, f"{request.method} is not served here, expected {known}", code="unknown_url"))

@@ -15,7 +15,8 @@ import pytest
 from agent_loop.engine import Generation, SamplingParams
 from agent_loop.errors import EngineUnavailable
 from agent_loop.gateway.branches import Branches
-from agent_loop.gateway.server import Gateway, OpenSession
+from agent_loop.gateway.served import ServedSession
+from agent_loop.gateway.server import Gateway
 from agent_loop.session import Session
 from agent_loop.tool_formats import ToolFormat
 from configs.schema import GatewaySettings
@@ -45,7 +46,7 @@ def user(text: str) -> Any:
 
 
 class Served:
-    def __init__(self, gateway: Gateway, found: OpenSession, session: Session, engine: Any) -> None:
+    def __init__(self, gateway: Gateway, found: ServedSession, session: Session, engine: Any) -> None:
         self.gateway, self.found, self.session, self.engine = gateway, found, session, engine
         self.url = gateway.url(found)
         self.client = openai.AsyncOpenAI(base_url=f"{self.url}/v1", api_key=found.token, max_retries=0, timeout=30)
@@ -193,7 +194,7 @@ async def test_a_session_has_its_own_token_and_ends() -> None:
             await stranger.models.list()
         assert [model.id async for model in served.client.models.list()] == ["policy"]
         with pytest.raises(openai.NotFoundError):
-            await served.client.responses.create(model="policy", input="x")
+            await served.client.embeddings.create(model="policy", input="x")
         await served.gateway.close(served.found)
         with pytest.raises(openai.APIStatusError) as caught:
             await served.ask([user("x")])
