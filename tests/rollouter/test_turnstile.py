@@ -84,7 +84,7 @@ async def test_replies_and_failures_of_an_engine_that_come_at_once_are_handed_on
         if fails:
             raise EngineUnavailable("the test broke it")
 
-    engine = PacedEngine(await engine_at(0, before_reply=hold), Turnstile(clock=lambda: 0.0))
+    engine = PacedEngine(await engine_at(0, before_reply=hold, reply=lambda *_: [1]), Turnstile(clock=lambda: 0.0))
     prompt = np.array([1], np.int32)
 
     async def ask(number: int) -> None:
