@@ -8,6 +8,7 @@ another name that then takes its place, when most of it tells of rollouts that h
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -18,12 +19,15 @@ import structlog
 from agent_loop.progress import Piece, num_sampled
 from rollouter.admission import HeldVersion
 from rollouter.progress_records import Asked, Began, Entry, Got, Over, Place, decode_entry, encode_entry
+from rollouter.progress_rewrite import Kept, Rewrite, note
 from sample_bus.errors import JournalError
-from sample_bus.record_log import HEAD_BYTES, RecordLog, read_records
+from sample_bus.record_log import RecordLog, read_records
 
 log = structlog.get_logger()
 
 PROGRESS_FILE = "progress.log"
+PORTION_S = 0.005
+"""Of copying in one turn of the event loop."""
 COMPACT_BYTES = 1 << 20
 """Of ended rollouts, below which the log is left as it is."""
 NOTICE_S = 10.0
@@ -76,14 +80,6 @@ def read_progress(path: Path) -> dict[Place, Progress]:
     return fold(entries()) if path.exists() else {}
 
 
-@dataclass(slots=True)
-class _Kept:
-    """A seat's records in the log."""
-
-    offsets: list[int] = field(default_factory=list)
-    num_bytes: int = 0
-
-
 class ProgressLog:
     """The log of one run; belongs to the event loop."""
 
@@ -93,7 +89,8 @@ class ProgressLog:
         self.found = read_progress(path)
         """By seat; those that are continued are taken out."""
         self._log: RecordLog | None = None
-        self._kept: dict[Place, _Kept] = {}
+        self._kept: dict[Place, Kept] = {}
+        self._rewrite: Rewrite | None = None
         self._open: dict[Place, Recording] = {}
         self._noticed_at = -NOTICE_S
 
@@ -108,7 +105,7 @@ class ProgressLog:
                 self._append(place, progress.began)
                 for index, piece in enumerate(progress.pieces):
                     self._append(place, Got(index=index, piece=piece))
-            self._take_name()
+            _take_name(self._log, self.path)
         except (OSError, JournalError) as error:
             self._fail(error)
 
@@ -131,7 +128,8 @@ class ProgressLog:
         if recording is not None:
             recording.is_over = True
             self._append(place, Over())
-            self._kept.pop(place, None)
+            for seats in (self._kept, self._rewrite.seats if self._rewrite is not None else {}):
+                seats.pop(place, None)  # also when that could not be written
             self._compact()
 
     def write(self, place: Place, entry: Entry) -> None:
@@ -142,6 +140,9 @@ class ProgressLog:
         for recording in self._open.values():
             recording.is_over = True
         self._open.clear()
+        if self._rewrite is not None:
+            self._rewrite.abandon()
+            self._rewrite = None
         if self._log is not None:
             self._log.close()
             self._log = None
@@ -157,43 +158,58 @@ class ProgressLog:
         except OSError as error:
             self._fail(error)
             return
-        if isinstance(entry, Began):
-            self._kept[place] = _Kept()
-        if place in self._kept and not isinstance(entry, (Asked, Over)):
-            kept = self._kept[place]
-            kept.offsets.append(offset)
-            kept.num_bytes += HEAD_BYTES + len(payload)
+        note(self._kept, place, entry, offset=offset, num_bytes=len(payload))
+        if self._rewrite is not None:
+            try:
+                self._rewrite.take(place, entry, payload)
+            except OSError as error:
+                self._give_up(error)
 
     def _compact(self) -> None:
-        if self._log is None:
+        if self._log is None or self._rewrite is not None or self._log.num_bytes < COMPACT_BYTES:
             return
         wanted = sum(kept.num_bytes for kept in self._kept.values())
         if self._log.num_bytes - wanted < max(COMPACT_BYTES, wanted):
             return
-        old, kept_before, fresh = self._log, self._kept, self.path.with_suffix(".new")
         try:
-            fresh.unlink(missing_ok=True)
-            self._log, self._kept = RecordLog(fresh), {}
-            for place, kept in kept_before.items():
-                offsets = [self._log.append(old.read(offset)) for offset in kept.offsets]
-                self._kept[place] = _Kept(offsets, kept.num_bytes)
-            self._take_name()
+            self._rewrite = Rewrite(self._log, self._kept, self.path.with_suffix(".new"))
         except (OSError, JournalError) as error:
-            self._log, self._kept = old, kept_before
             self._fail(error)
         else:
-            old.close()
+            self._copy()
 
-    def _take_name(self) -> None:
-        assert self._log is not None, "there is no log to be named"
-        self._log.path.replace(self.path)
-        self._log.path = self.path
+    def _copy(self) -> None:
+        """A portion of what is to be copied; the next one follows in the loop's next turn."""
+        if self._rewrite is None or self._log is None:
+            return
+        try:
+            if not self._rewrite.copy(PORTION_S):
+                asyncio.get_running_loop().call_soon(self._copy)
+                return
+            _take_name(self._rewrite.log, self.path)
+        except (OSError, JournalError) as error:
+            self._give_up(error)
+        else:
+            self._log.close()
+            self._log, self._kept, self._rewrite = self._rewrite.log, self._rewrite.seats, None
+
+    def _give_up(self, error: Exception) -> None:
+        """The log stays as it is."""
+        assert self._rewrite is not None, "nothing is written anew"
+        self._rewrite.abandon()
+        self._rewrite = None
+        self._fail(error)
 
     def _fail(self, error: Exception) -> None:
         """Progress is lost if this process dies now; the rollouts go on."""
         if time.monotonic() - self._noticed_at >= NOTICE_S:
             self._noticed_at = time.monotonic()
             log.warning("progress of rollouts cannot be recorded", path=str(self.path), error=str(error))
+
+
+def _take_name(log: RecordLog, path: Path) -> None:
+    log.path.replace(path)
+    log.path = path
 
 
 class Recording:

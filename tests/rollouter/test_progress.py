@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
+import itertools
 import os
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +21,9 @@ from rollouter import progress as module
 from rollouter.admission import HeldVersion
 from rollouter.progress import ProgressLog, fold, read_progress
 from rollouter.progress_records import Asked, Began, Entry, Got, Over, Place, decode_entry, encode_entry
+from rollouter.progress_rewrite import Kept, Rewrite, note
 from sample_bus.errors import JournalError
+from sample_bus.record_log import RecordLog
 
 HELD = HeldVersion(incarnation="first", policy_version=3)
 A, B = ("task#0@p", 0), ("task#0@p", 1)
@@ -234,6 +239,59 @@ def test_the_file_is_written_anew_when_most_of_it_is_of_ended_rollouts(tmp_path:
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["progress.log"]
     log.close()
     assert len(open_log(path).begin(A, 1, HELD).restored) == 201
+
+
+@given(st.lists(st.tuples(st.sampled_from([A, B, ("task#1@p", 0)]), entries), max_size=40), st.integers(0, 40))
+def test_a_log_written_anew_in_portions_tells_what_the_one_before_does(history: list[tuple[Place, Entry]], begins: int) -> None:
+    with tempfile.TemporaryDirectory() as directory:
+        old, seats = RecordLog(Path(directory) / "old"), dict[Place, Kept]()
+        rewrite: Rewrite | None = None
+        done = False
+        for number, (place, entry) in enumerate(history):
+            if number == begins:
+                rewrite = Rewrite(old, seats, Path(directory) / "new", clock=itertools.count().__next__)
+            payload = encode_entry(place, entry)
+            note(seats, place, entry, offset=old.append(payload), num_bytes=len(payload))
+            if rewrite is not None:
+                rewrite.take(place, entry, payload)
+                done = rewrite.copy(0.0)
+        rewrite = rewrite or Rewrite(old, seats, Path(directory) / "new")
+        while not done:
+            done = rewrite.copy(0.0)
+        assert rewrite.seats.keys() == seats.keys()
+        assert tokens_of(rewrite.log.path) == tokens_of(old.path)
+        before, after = read_progress(old.path), read_progress(rewrite.log.path)
+        assert {place: one.began for place, one in after.items()} == {place: one.began for place, one in before.items()}
+        old.close()
+        rewrite.abandon()
+        assert not rewrite.log.path.exists()
+
+
+async def test_the_file_is_written_anew_in_portions_while_rollouts_go_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """B160: many rollouts in flight are not held up while the file is written anew; a death meanwhile finds the one before."""
+    monkeypatch.setattr(module, "COMPACT_BYTES", 50_000)
+    monkeypatch.setattr(module, "PORTION_S", 0.0)
+    path = tmp_path / "progress.log"
+    log = open_log(path)
+    recordings = [log.begin((f"g{number}", 0), 0, HELD) for number in range(20)]
+    for recording in recordings:
+        recording.add(sampled(*range(20)))
+    for number in range(200):
+        log.begin(A, number, HELD).add(sampled(*range(50)))
+        if (tmp_path / "progress.new").exists():
+            break
+    assert tokens_of(path)[("g19", 0)] == [plain(sampled(*range(20)))]
+    for turn in range(40):
+        recordings[turn % 20].add(sampled(turn))
+        await asyncio.sleep(0)
+        assert [len(tokens_of(path)[(f"g{number}", 0)]) for number in range(20)] == [
+            1 + (turn >= number) + (turn >= 20 + number) for number in range(20)
+        ]
+    assert not (tmp_path / "progress.new").exists()
+    assert path.stat().st_size < 50_000
+    log.close()
 
 
 def test_a_death_while_the_file_is_written_anew_leaves_the_one_before(tmp_path: Path) -> None:
