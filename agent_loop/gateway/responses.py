@@ -7,7 +7,6 @@ in the same messages, as `/v1/chat/completions` would have it.
 from __future__ import annotations
 
 import json
-import secrets
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -76,7 +75,7 @@ class Responses:
 
 def response(ask: Ask, answer: Answer, *, identity: str, created: int) -> dict[str, Any]:
     """The whole answer."""
-    return _head(ask, identity, created) | _outcome(answer) | {"output": _items(ask, answer), "usage": _usage(answer)}
+    return _head(ask, identity, created) | _outcome(answer) | {"output": _items(ask, answer, identity), "usage": _usage(answer)}
 
 
 def response_events(ask: Ask, answer: Answer, *, identity: str, created: int) -> Iterator[bytes]:
@@ -90,7 +89,7 @@ def response_events(ask: Ask, answer: Answer, *, identity: str, created: int) ->
     begun = _head(ask, identity, created) | {"status": "in_progress", "output": [], "usage": None}
     yield event("response.created", response=begun)
     yield event("response.in_progress", response=begun)
-    for at, item in enumerate(_items(ask, answer)):
+    for at, item in enumerate(_items(ask, answer, identity)):
         where = {"output_index": at, "item_id": item["id"]}
         if item["type"] == "message":
             part = item["content"][0]
@@ -129,7 +128,9 @@ def _outcome(answer: Answer) -> dict[str, Any]:
     return {"status": "completed"}
 
 
-def _items(ask: Ask, answer: Answer) -> list[dict[str, Any]]:
+def _items(ask: Ask, answer: Answer, identity: str) -> list[dict[str, Any]]:
+    """Each with the same id whenever it is told."""
+    name = identity.removeprefix("resp_")
     items: list[dict[str, Any]] = []
     if answer.content or not answer.calls:
         logprobs = (
@@ -145,7 +146,7 @@ def _items(ask: Ask, answer: Answer) -> list[dict[str, Any]]:
         items.append(
             {
                 "type": "message",
-                "id": f"msg_{secrets.token_hex(12)}",
+                "id": f"msg_{name}",
                 "role": "assistant",
                 "status": status,
                 "content": [part],
@@ -154,13 +155,13 @@ def _items(ask: Ask, answer: Answer) -> list[dict[str, Any]]:
     items += [
         {
             "type": "function_call",
-            "id": f"fc_{secrets.token_hex(12)}",
+            "id": f"fc_{name}{number:03}",
             "call_id": call["id"],
             "name": call["function"]["name"],
             "arguments": json.dumps(call["function"]["arguments"]),
             "status": "completed",
         }
-        for call in answer.calls
+        for number, call in enumerate(answer.calls)
     ]
     return items
 

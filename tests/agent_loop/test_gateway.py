@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
+import aiohttp
 import numpy as np
 import openai
 import pytest
@@ -239,3 +240,46 @@ async def test_a_reward_is_posted_with_its_parts() -> None:
         got = served.session.trajectory()
         assert (got.reward, dict(got.reward_parts)) == (0.5, {"style": 1.0})
         assert np.count_nonzero(got.loss_mask) == len(CODEC.encode("a" + END))
+
+
+async def test_a_call_that_the_client_repeats_is_sampled_once() -> None:
+    """A client that lost patience asks again by itself."""
+
+    class Slow:
+        def __init__(self) -> None:
+            self.asked, self.go, self.count = asyncio.Event(), asyncio.Event(), 0
+
+        async def generate(self, prompt_ids: Any, sampling: SamplingParams, *, request_id: str) -> Generation:
+            self.count += 1
+            self.asked.set()
+            await self.go.wait()
+            return said("four")
+
+    engine = Slow()
+    async with serve(engine=engine) as served:
+        impatient = asyncio.create_task(
+            served.client.with_options(timeout=0.5, max_retries=5).chat.completions.create(
+                model="policy", messages=[user("2+2")]
+            )
+        )
+        await engine.asked.wait()
+        while not served.session.counts.get("repeated_calls"):  # noqa: ASYNC110 - nothing else tells
+            await asyncio.sleep(0.05)
+        engine.go.set()
+        answer = await impatient
+        assert answer.choices[0].message.content == "four"
+        assert engine.count == 1
+        assert served.session.trajectory().segment_starts.tolist() == [0]
+        assert served.trained == f"four{END}"
+
+
+async def test_a_key_of_odd_bytes_is_another_key() -> None:
+    async with serve() as served, aiohttp.ClientSession() as http:
+        for key in (b"\xff\xfe", b"", b"Bearer " * 100):
+            reader, writer = await asyncio.open_connection("127.0.0.1", int(served.url.rsplit(":", 1)[1].split("/")[0]))
+            path = served.url.split("/", 3)[3].encode()
+            writer.write(b"GET /" + path + b"/v1/models HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer " + key + b"\r\n\r\n")
+            assert (await reader.readline()).split()[1] in (b"401", b"400")
+            writer.close()
+        async with http.post(f"{served.url}/end", headers={"Authorization": f"Bearer {served.found.token}"}) as response:
+            assert response.status == 409
