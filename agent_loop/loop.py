@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Protocol
 
 from agent_loop.errors import USER_CODE_FAILURES, AgentLoopError, LoopError, words_of
@@ -24,8 +25,9 @@ class AgentLoop(Protocol):
     the results of `session.once`. Without it a rollout that a death of its process cut off starts over.
 
     Optional beside `run`: a class method `set_up(setup: LoopSetup)` that makes the instance; `async open()` before the first
-    rollout and `async close()` after the last; class attributes `calls_tools = True`, and `shows` with the roles of
-    the messages that it shows in a `Conversation` (`("tool",)`), so that the model's chat template is checked for them.
+    rollout and `async close()` after the last; class attributes `calls_tools = True`, and `shows` with the roles of what
+    it shows in a `Conversation` (`("tool",)`), so that the model's chat template is checked for them; a method `schemas()`
+    with the JSON schemas of the tools that it tells with the task's messages, which count against the prompt's limit.
     """
 
     async def run(self, task: Task, session: Session) -> None:
@@ -46,6 +48,7 @@ class LoopSetup:
     environment: str | None
     """Dotted path (`rollouter.environment`)."""
     gateway: GatewaySettings = field(default_factory=GatewaySettings)
+    run_dir: Path | None = None
 
 
 SHIPPED = {
@@ -53,15 +56,16 @@ SHIPPED = {
     "tool_calling": "agent_loop.tool_calling:ToolCalling",
     "environment": "agent_loop.environment:EnvironmentLoop",
     "program": "agent_loop.program:Program",
+    "external": "agent_loop.external:External",
 }
 """Agent loops by name."""
-_OTHER_NAMES = {"single_turn_agent": "single_turn", "tool_agent": "tool_calling"}
+OTHER_NAMES = {"single_turn_agent": "single_turn", "tool_agent": "tool_calling"}
 """What verl's rows say."""
 
 
 def path_of(name: str) -> str:
     """The dotted path that `name` stands for: a shipped loop's, or itself."""
-    return SHIPPED.get(_OTHER_NAMES.get(name, name), name)
+    return SHIPPED.get(OTHER_NAMES.get(name, name), name)
 
 
 def load_agent_loop(path: str, setup: LoopSetup | None = None) -> AgentLoop:

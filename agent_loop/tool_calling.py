@@ -43,6 +43,10 @@ class ToolCalling:
     async def close(self) -> None:
         await self._tools.close()
 
+    def schemas(self) -> list[dict[str, Any]]:
+        """Of the tools, once they are loaded, as chat templates take them."""
+        return self._tools.schemas()
+
     async def run(self, task: Task, session: Session) -> None:
         """See `AgentLoop.run`."""
         messages = task.messages or ({"role": "user", "content": task.prompt_text},)

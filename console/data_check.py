@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
+from agent_loop.errors import AgentLoopError
+from agent_loop.loop import load_agent_loop
 from configs.errors import ConfigError
 from configs.loader import load
 from configs.schema import DataSettings, Settings
-from rollouter.codec import load_codec
+from rollouter.codec import Codec, load_codec
 from rollouter.data.check import Finding, Report, check
+from rollouter.data.framing import Framing
+from rollouter.loops import Loops, setup_of
 
 MAX_LINES = 200
 """Findings that are printed; all of them are counted."""
@@ -36,7 +41,10 @@ def data_check(
         data = DataSettings.model_validate(data.model_dump() | {"source": tuple(files), "weights": ()})
     codec = None if tokenizer is None else load_codec(_model_dir(tokenizer), trust_remote_code=settings.model.trust_remote_code)
     data = data.model_copy(update={"max_prompt_tokens": _max_prompt_tokens(settings)})
-    report = check(data, codec=codec)
+    of_template, framing = ([], None) if codec is None else asyncio.run(_of_loops(settings, codec))
+    report = check(data, codec=codec, framing=framing)
+    for finding in of_template:
+        report.add(finding)
     sys.stdout.write(_as_json(report) if as_json else _as_text(report, data))
     return 0 if report.is_good else 1
 
@@ -46,6 +54,28 @@ def _model_dir(tokenizer: str) -> str:
     if not directory.is_dir():
         raise ConfigError(f"--tokenizer: got {tokenizer!r}, expected a directory with a model's tokenizer")
     return str(directory)
+
+
+async def _of_loops(settings: Settings, codec: Codec) -> tuple[list[Finding], Framing]:
+    """(what the model's chat template does to their conversations, what they put around prompts once their tools are loaded).
+    Raises ConfigError."""
+    rollouter = settings.rollouter
+    setup = setup_of(settings)
+    try:
+        loop = load_agent_loop(rollouter.agent_loop, setup)
+    except AgentLoopError as error:
+        raise ConfigError(str(error)) from error
+    loops = Loops(loop, default_path=rollouter.agent_loop, names=rollouter.agent_loops, setup=setup)
+    try:
+        loops.make_named()
+        findings = [
+            Finding(source="chat template", row=0, column="", message=f"{found} (agent loop {path})", is_error=found.is_error)
+            for found, path in loops.template_findings(codec).items()
+        ]
+        await loops.open()
+        return findings, loops.framing()
+    finally:
+        await loops.close()
 
 
 def _max_prompt_tokens(settings: Settings) -> int:

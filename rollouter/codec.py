@@ -107,20 +107,22 @@ class Codec:
             ),
         )
 
-    def encode_prompt(self, prompt: str | tuple[Message, ...]) -> tuple[str, npt.NDArray[np.int32]]:
-        """(text, ids): text as it stands with the tokenizer's own special tokens; messages through the chat template, which
-        brings its special tokens itself.
+    def encode_prompt(
+        self, prompt: str | tuple[Message, ...], *, tools: Sequence[Mapping[str, Any]] = ()
+    ) -> tuple[str, npt.NDArray[np.int32]]:
+        """(text, ids): text as it stands with the tokenizer's own special tokens; messages, and the JSON schemas of `tools`
+        told with them, through the chat template, which brings its special tokens itself.
 
         Raises DataError when the model has no chat template or the template refuses the messages.
         """
         if isinstance(prompt, str):
             return prompt, np.array(self._tokenizer.encode(prompt, add_special_tokens=True), np.int32)
-        messages = [dict(message) for message in prompt]
         try:
-            text = self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+            text = self.render(prompt, tools=tools, add_generation_prompt=True)
         except Exception as error:  # a template is a program of the model's author: it may raise anything
+            messages = [dict(message) for message in prompt]
             raise DataError(f"the model's chat template refused {messages!r}: {type(error).__name__}: {error}") from error
-        return cast(str, text), np.array(self.encode(text), np.int32)
+        return text, np.array(self.encode(text), np.int32)
 
     def stop_token_ids(self, stop: Sequence[str]) -> tuple[int, ...]:
         """Ids at which a turn ends: the end-of-sequence token, if any, and one for each string.

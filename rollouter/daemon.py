@@ -26,6 +26,7 @@ from configs.signals import ending_signals
 from rollouter.adapter_engine import with_adapter
 from rollouter.bookkeeping import known_next
 from rollouter.codec import Codec, load_codec
+from rollouter.data.framing import Framing
 from rollouter.data.measure import Model
 from rollouter.data.sources import Rows, open_rows, read_all
 from rollouter.engine_pool import EnginePool
@@ -230,8 +231,16 @@ class RollouterDaemon:
         await link.wait_connected(bus.connect_timeout_s)
         await self._fleet.launch()
         model_dir, dtype = await self._wait_for_model(link, pipeline)
+        try:
+            pipeline.enter(RollouterState.STARTING, "opening the agent loops")
+            framing = await pipeline.open_loops()
+            await self._play(pipeline, model_dir, dtype, framing)
+        finally:
+            await asyncio.shield(pipeline.close_loops())
+
+    async def _play(self, pipeline: Pipeline, model_dir: str, dtype: str, framing: Framing) -> None:
         pipeline.enter(RollouterState.STARTING, "loading the tokenizer and the tasks")
-        pipeline.build(*await asyncio.to_thread(self._prepare, model_dir))
+        pipeline.build(*await asyncio.to_thread(self._prepare, model_dir, framing))
         engines = len(self._settings.engine.urls) or self._settings.engine.num_engines
         pipeline.enter(RollouterState.STARTING_ENGINES, f"{engines} engines")
         await self._fleet.start(model_dir, dtype)
@@ -239,7 +248,7 @@ class RollouterDaemon:
         pipeline.enter(None, "")
         await pipeline.run()
 
-    def _prepare(self, model_dir: str) -> tuple[Prompts, Codec]:
+    def _prepare(self, model_dir: str, framing: Framing) -> tuple[Prompts, Codec]:
         """Blocking: the tokenizer, and the tasks encoded with it."""
         settings = self._settings
         codec = self._codec_of(model_dir)
@@ -253,6 +262,7 @@ class RollouterDaemon:
             max_prompt_tokens=max_prompt_tokens,
             model=Model(directory=model_dir, trust_remote_code=settings.model.trust_remote_code),
             max_held_out=settings.evaluation.max_tasks,
+            framing=framing,
         )
         return prompts, codec
 

@@ -18,6 +18,7 @@ from configs.errors import ConfigError
 from configs.schema import Settings
 from rollouter.admission import Admission, HeldVersion, Hold
 from rollouter.codec import Codec
+from rollouter.data.framing import Framing
 from rollouter.dispatch import Situation
 from rollouter.engines import EngineFleet
 from rollouter.evaluation import Evaluator
@@ -107,12 +108,7 @@ class Pipeline:
         settings = self._settings
         self._check(prompts)
         stop_token_ids = self._stop_token_ids = codec.stop_token_ids(settings.sampling.stop)
-        loops = self._loops = Loops(
-            self._loop,
-            default_path=settings.rollouter.agent_loop,
-            names=settings.rollouter.agent_loops,
-            setup=setup_of(settings),
-        )
+        loops = self._made_loops()
         issues = [prompts.source.peek(ahead) for ahead in range(min(_CHECKED_TASKS, prompts.source.num_tasks))]
         loops.check([*prompts.held_out, *(issue.task for issue in issues if isinstance(issue, Issue))])
         loops.check_template(codec)
@@ -141,6 +137,33 @@ class Pipeline:
         self._situation.evaluating = lambda: evaluator.has_precedence
         self._prompts = prompts
 
+    async def open_loops(self) -> Framing:
+        """Make the agent loops that the settings name, and let them prepare; what they put around prompts.
+
+        Raises ConfigError.
+        """
+        loops = self._made_loops()
+        loops.make_named()
+        await loops.open()
+        return loops.framing()
+
+    async def close_loops(self) -> None:
+        """Harmless where none was opened, and a second time."""
+        if self._loops is not None:
+            await self._loops.close()
+
+    def _made_loops(self) -> Loops:
+        """Raises ConfigError."""
+        if self._loops is None:
+            rollouter = self._settings.rollouter
+            self._loops = Loops(
+                self._loop,
+                default_path=rollouter.agent_loop,
+                names=rollouter.agent_loops,
+                setup=setup_of(self._settings),
+            )
+        return self._loops
+
     async def run(self) -> None:
         """Follow, evaluate and dispatch until drained. Raises what stops the run."""
         assert self._evaluator is not None, "run before build"
@@ -149,7 +172,7 @@ class Pipeline:
             await self._loops.open()
             await self._follow_and_play()
         finally:
-            await asyncio.shield(self._loops.close())
+            await asyncio.shield(self.close_loops())
 
     async def _follow_and_play(self) -> None:
         assert self._evaluator is not None, "run before build"

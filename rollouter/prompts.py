@@ -23,6 +23,7 @@ from agent_loop.task import Task
 from configs.schema import DataSettings
 from rollouter.codec import Codec
 from rollouter.data.encoding import Limits, OnOverlong, Refusal, nothing_left, task_of
+from rollouter.data.framing import Framing
 from rollouter.data.lazy import Hashed, LazyTasks, positions_kept
 from rollouter.data.measure import Model, measure
 from rollouter.data.order import Order
@@ -242,13 +243,15 @@ def prepare(
     max_prompt_tokens: int,
     model: Model | None = None,
     max_held_out: int = 64,
+    framing: Framing | None = None,
 ) -> Prompts:
     """Encode `rows`, leave out or cut prompts beyond `max_prompt_tokens` (counted and logged) and split off the held-out share.
 
     `model`: where other processes find the codec's tokenizer; None: this process measures by itself. `max_held_out`: how many
-    held-out tasks are looked for where not all are in memory. Raises DataError when nothing is left.
+    held-out tasks are looked for where not all are in memory. `framing`: what the agent loops put around a prompt, which counts
+    too. Raises DataError when nothing is left.
     """
-    limits = Limits(max_prompt_tokens=max_prompt_tokens, on_overlong=OnOverlong(data.on_overlong))
+    limits = Limits(max_prompt_tokens=max_prompt_tokens, on_overlong=OnOverlong(data.on_overlong), framing=framing or Framing())
     if isinstance(rows, Rows) and (data.filter == "lazy" or (len(rows) > MAX_ROWS_IN_MEMORY and data.curriculum is None)):
         return _prepare_lazily(rows, data, codec, limits, seed=seed, model=model, max_held_out=max_held_out)
     all_rows = read_all(rows) if isinstance(rows, Rows) else list(rows)
@@ -277,7 +280,7 @@ def _prepare_lazily(
     kept: npt.NDArray[np.int64] | None = None
     sizes: Sequence[int] = rows.sizes
     if data.filter == "at_start":
-        measures = measure(rows, data, codec, model, cache_dir=data_cache_dir(data))
+        measures = measure(rows, data, codec, model, cache_dir=data_cache_dir(data), framing=limits.framing)
         if measures.problems:
             raise DataError(f"{measures.problems[0]} ({int((measures.lengths < 0).sum())} bad rows of {len(rows)})")
         kept = positions_kept(measures, limits, by_hash)
@@ -314,7 +317,7 @@ def encoded(rows: Sequence[Row], codec: Codec, limits: Limits) -> list[tuple[int
             raise DataError(f"data row {number + 1}: {error}") from error
         if isinstance(made, Refusal):
             refused[made] += 1
-            longest = max(longest, codec.encode_prompt(row.prompt)[1].size)
+            longest = max(longest, limits.framing.length_of(row, codec))
             continue
         task_id = _unique(made.task_id, ids)
         ids.add(task_id)

@@ -7,11 +7,12 @@ engine, if a tokenizer is given.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 from configs.schema import DataSettings
-from rollouter.data.encoding import PromptCodec
+from rollouter.data.framing import Framing, PromptCodec
 from rollouter.data.measure import prompt_hash
 from rollouter.data.rows import Problem, Row, columns_of, read_row
 from rollouter.data.sources import Rows, data_cache_dir, open_table
@@ -54,8 +55,12 @@ class Report:
 
     @property
     def is_good(self) -> bool:
-        """Whether a run would take the data: no row is bad and some are left."""
-        return not self.num_bad and self.num_rows > self.num_overlong and not any(one.row == 0 for one in self.findings)
+        """Whether a run would take the data: no row is bad, some are left, and nothing is wrong with a whole source."""
+        return (
+            not self.num_bad
+            and self.num_rows > self.num_overlong
+            and not any(one.row == 0 and one.is_error for one in self.findings)
+        )
 
     @property
     def num_findings_in_all(self) -> int:
@@ -69,11 +74,15 @@ class Report:
             self.findings.append(finding)
 
 
-def check(data: DataSettings, *, codec: PromptCodec | None = None) -> Report:
-    """Read every row of every source of `data`. Raises nothing for what is wrong with them."""
+def check(data: DataSettings, *, codec: PromptCodec | None = None, framing: Framing | None = None) -> Report:
+    """Read every row of every source of `data`; prompts are measured by `codec`, with what `framing` puts around them.
+
+    Raises nothing for what is wrong with them.
+    """
     report = Report(longest_tokens=None if codec is None else 0)
     cache = data_cache_dir(data)
     seen: set[int] = set()
+    measure = None if codec is None else partial((framing or Framing()).length_of, codec=codec)
     for source in data.sources:
         try:
             table = open_table(source, cache_dir=cache)
@@ -85,13 +94,19 @@ def check(data: DataSettings, *, codec: PromptCodec | None = None) -> Report:
         rows = Rows.of(data, (table,))
         for index in range(len(rows)):
             report.num_rows += 1
-            for finding in _of_row(rows, index, source, report, seen, data, codec):
+            for finding in _of_row(rows, index, source, report, seen, data, measure):
                 report.add(finding)
     return report
 
 
 def _of_row(
-    rows: Rows, index: int, source: str, report: Report, seen: set[int], data: DataSettings, codec: PromptCodec | None
+    rows: Rows,
+    index: int,
+    source: str,
+    report: Report,
+    seen: set[int],
+    data: DataSettings,
+    measure: Callable[[Row], int] | None,
 ) -> Iterator[Finding]:
     where = Finding(source=source, row=_number(rows, index), column="", message="")
     try:
@@ -111,22 +126,22 @@ def _of_row(
     report.data_sources[found.data_source] += 1
     report.agent_names[found.agent_name or "(the run's own)"] += 1
     yield from (replace(where, column=one.column, message=one.message, is_error=False) for one in _doubts(found, report, seen))
-    if codec is None:
+    if measure is None:
         return
     try:
-        _, ids = codec.encode_prompt(found.prompt)
+        length = measure(found)
     except DataError as error:
         report.num_bad += 1
         yield replace(where, column="prompt", message=str(error))
         return
-    report.longest_tokens = max(report.longest_tokens or 0, ids.size)
-    if ids.size > data.max_prompt_tokens:
+    report.longest_tokens = max(report.longest_tokens or 0, length)
+    if length > data.max_prompt_tokens:
         report.num_overlong += data.on_overlong == "drop"
         report.num_bad += data.on_overlong == "error"
         yield replace(
             where,
             column="prompt",
-            message=f"got {ids.size} tokens, expected at most {data.max_prompt_tokens} (data.on_overlong={data.on_overlong})",
+            message=f"got {length} tokens, expected at most {data.max_prompt_tokens} (data.on_overlong={data.on_overlong})",
             is_error=data.on_overlong == "error",
         )
 

@@ -17,7 +17,8 @@ import structlog
 import xxhash
 
 from agent_loop.task import Task
-from rollouter.data.encoding import Limits, PromptCodec, Refusal, task_of
+from rollouter.data.encoding import Limits, Refusal, task_of
+from rollouter.data.framing import PromptCodec
 from rollouter.data.measure import BAD, Measures, prompt_hash
 from rollouter.data.sources import Rows
 from rollouter.errors import DataError

@@ -1,7 +1,7 @@
 """Lengths of all prompts, measured in parallel and kept: whoever starts again over the same data and tokenizer reads them.
 
-Invariant: what is kept is found by the fingerprints of rows and tokenizer and by nothing else, appears in the cache whole or
-not at all, and one that does not fit its rows is measured again.
+Invariant: what is kept is found by the fingerprints of rows, tokenizer and framing and by nothing else, appears in the cache
+whole or not at all, and one that does not fit its rows is measured again.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import xxhash
 
 from configs.schema import DataSettings
 from rollouter.codec import load_codec
-from rollouter.data.encoding import PromptCodec
+from rollouter.data.framing import Framing, PromptCodec
 from rollouter.data.rows import canonical
 from rollouter.data.sources import Rows, data_cache_dir, open_rows
 from rollouter.data.tables import hash_of
@@ -30,7 +30,7 @@ from rollouter.errors import DataError
 
 log = structlog.get_logger()
 
-VERSION = 1
+VERSION = 2
 """Of how lengths are measured."""
 ROWS_PER_JOB = 2000
 BAD = -1
@@ -64,11 +64,22 @@ class Model:
         return xxhash.xxh3_64_hexdigest(",".join(f"{file.name}:{hash_of(file)}" for file in files).encode())
 
 
-def measure(rows: Rows, data: DataSettings, codec: PromptCodec, model: Model | None, *, cache_dir: Path) -> Measures:
-    """Lengths of all rows; from the cache if they are there. `model` None: measured in this process, and not kept."""
+def measure(
+    rows: Rows,
+    data: DataSettings,
+    codec: PromptCodec,
+    model: Model | None,
+    *,
+    cache_dir: Path,
+    framing: Framing | None = None,
+) -> Measures:
+    """Lengths of all rows under `framing` (None: of their prompts alone); from the cache if they are there. `model` None:
+    measured in this process, and not kept."""
+    framing = framing or Framing()
     if model is None:
-        return _joined([measured(rows, codec, 0, len(rows))])
-    key = xxhash.xxh3_64_hexdigest(f"{VERSION}\0{rows.fingerprint()}\0{model.fingerprint()}".encode())
+        return _joined([measured(rows, codec, 0, len(rows), framing)])
+    parts = (str(VERSION), rows.fingerprint(), model.fingerprint(), framing.fingerprint())
+    key = xxhash.xxh3_64_hexdigest("\0".join(parts).encode())
     path = cache_dir / "lengths" / f"{key}.npz"
     kept = _read(path, len(rows))
     if kept is not None:
@@ -78,14 +89,14 @@ def measure(rows: Rows, data: DataSettings, codec: PromptCodec, model: Model | N
     log.info("measuring prompts", rows=len(rows), processes=processes)
     jobs = [(first, min(len(rows), first + ROWS_PER_JOB)) for first in range(0, len(rows), ROWS_PER_JOB)]
     if processes == 1 or len(jobs) == 1:
-        result = _joined([measured(rows, codec, first, last) for first, last in jobs])
+        result = _joined([measured(rows, codec, first, last, framing) for first, last in jobs])
     else:
-        result = _joined(list(_in_processes(jobs, data, model, processes)))
+        result = _joined(list(_in_processes(jobs, data, model, framing, processes)))
     _write(path, result)
     return result
 
 
-def measured(rows: Rows, codec: PromptCodec, first: int, last: int) -> Measures:
+def measured(rows: Rows, codec: PromptCodec, first: int, last: int, framing: Framing) -> Measures:
     """Of the rows from `first` up to `last`."""
     lengths = np.full(last - first, BAD, np.int32)
     prompts = np.zeros(last - first, np.uint64)
@@ -93,12 +104,12 @@ def measured(rows: Rows, codec: PromptCodec, first: int, last: int) -> Measures:
     for at in range(first, last):
         try:
             row = rows[at]
-            _, ids = codec.encode_prompt(row.prompt)
+            length = framing.length_of(row, codec)
         except DataError as error:
             text = str(error)
             problems.append(text if text.startswith(rows.where(at)) else f"{rows.where(at)}: {text}")
             continue
-        lengths[at - first] = ids.size
+        lengths[at - first] = length
         prompts[at - first] = prompt_hash(row.prompt)
     return Measures(lengths=lengths, prompts=prompts, problems=tuple(problems[:_MAX_SHOWN]))
 
@@ -111,11 +122,11 @@ def prompt_hash(prompt: object) -> int:
 _worker: Callable[[int, int], Measures] | None = None
 
 
-def _begin(settings: str, model: Model, cache_dir: Path) -> None:
+def _begin(settings: str, model: Model, framing: Framing, cache_dir: Path) -> None:
     global _worker
     rows = open_rows(DataSettings.model_validate_json(settings), cache_dir=cache_dir)
     codec = load_codec(model.directory, trust_remote_code=model.trust_remote_code)
-    _worker = lambda first, last: measured(rows, codec, first, last)  # noqa: E731 - one per process, made once
+    _worker = lambda first, last: measured(rows, codec, first, last, framing)  # noqa: E731 - one per process, made once
 
 
 def _job(first: int, last: int) -> Measures:
@@ -123,8 +134,10 @@ def _job(first: int, last: int) -> Measures:
     return _worker(first, last)
 
 
-def _in_processes(jobs: Sequence[tuple[int, int]], data: DataSettings, model: Model, processes: int) -> Iterator[Measures]:
-    arguments = (data.model_dump_json(), model, data_cache_dir(data))
+def _in_processes(
+    jobs: Sequence[tuple[int, int]], data: DataSettings, model: Model, framing: Framing, processes: int
+) -> Iterator[Measures]:
+    arguments = (data.model_dump_json(), model, framing, data_cache_dir(data))
     with ProcessPoolExecutor(
         min(processes, len(jobs)), mp_context=get_context("spawn"), initializer=_begin, initargs=arguments
     ) as pool:

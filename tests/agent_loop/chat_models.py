@@ -98,6 +98,11 @@ _PAIRS = ("he", "ll", "lo", "th", "in", "nk", "to", "ol")
 
 
 def make_codec(family: Family) -> Codec:
+    """The codec of `make_tokenizer`."""
+    return Codec(make_tokenizer(family))
+
+
+def make_tokenizer(family: Family) -> Any:
     """A byte-pair tokenizer: letters, some merges, bytes for what it does not know, and every family's special tokens."""
     letters = [chr(code) for code in range(32, 127)] + ["\n"]
     pieces = [*letters, *_PAIRS, "hell", "hello", *(f"<0x{byte:02X}>" for byte in range(256))]
@@ -113,4 +118,4 @@ def make_codec(family: Family) -> Codec:
         clean_up_tokenization_spaces=False,
     )
     fast.chat_template = family.template
-    return Codec(fast)
+    return fast

@@ -59,7 +59,11 @@ class FakeTokenizer:
     def apply_chat_template(self, conversation: Any, *, tokenize: bool, add_generation_prompt: bool, tools: Any = None) -> Any:
         if not self._chat_template:
             raise ValueError("this tokenizer has no chat template")
-        text = "<bos>" + "".join(f"{message['role']}:{message['content']}\n" for message in conversation)
+        text = (
+            "<bos>"
+            + "".join(f"{tool['function']['name']}\n" for tool in tools or ())
+            + "".join(f"{message['role']}:{message['content']}\n" for message in conversation)
+        )
         return text + ("assistant:" if add_generation_prompt else "")
 
 
