@@ -117,6 +117,7 @@ class Runner:
         try:
             async with deadline.limit() as limit:
                 await loop.run(plan.task, session)
+                await self.turnstile.enter()
                 trajectory = session.trajectory()
                 scoring = True
                 scored = await self._scorer.score(plan.task, trajectory)

@@ -75,7 +75,7 @@ class Turnstile:
 
 
 class PacedEngine:
-    """An engine whose requests and replies pass a turnstile: what a loop does before and after each is what takes the time."""
+    """An engine whose requests pass a turnstile, and so do failures; replies do not: they are to be recorded at once."""
 
     def __init__(self, engine: Engine, turnstile: Turnstile) -> None:
         self._engine = engine
@@ -85,9 +85,7 @@ class PacedEngine:
         """As the engine."""
         await self._turnstile.enter()
         try:
-            generation = await self._engine.generate(prompt_ids, sampling, request_id=request_id)
+            return await self._engine.generate(prompt_ids, sampling, request_id=request_id)
         except Exception:
             await self._turnstile.enter()
             raise
-        await self._turnstile.enter()
-        return generation
