@@ -32,6 +32,7 @@ class Hold(StrEnum):
     NO_DATA = "the data is exhausted"
     QUARANTINED = "every task is in quarantine"
     LOOKING = "tasks that are left out are passed over"
+    READING = "the next task is being read"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -184,7 +184,7 @@ class Dispatcher:
                 hold = issue
                 if hold is Hold.LOOKING:
                     loop.call_soon(self.wake)
-                elif not self._flights:
+                elif hold is not Hold.READING and not self._flights:
                     raise self._no_task_left(hold)
             if hold is not self.holding:
                 self.holding = hold

@@ -35,8 +35,11 @@ class Issues:
         retries: Retries | None = None,
         *,
         filters: Callable[[], FilterSettings] = FilterSettings,
+        on_made: Callable[[], None] | None = None,
     ) -> None:
-        """The source goes on behind what the books say was issued. Raises DataError."""
+        """The source goes on behind what the books say was issued. `on_made` is called, by another thread, when there is a
+        task again after `Hold.READING`; None: tasks are made where they are asked for. Raises DataError."""
+        self._on_made = on_made
         self._retries = retries
         self._source = source
         self._quarantine = quarantine
@@ -59,8 +62,9 @@ class Issues:
         self._source.skip(count)
 
     def next(self) -> Issue | Hold:
-        """The next task that is not left out; or why there is none now: the data is exhausted, all of it is in quarantine, or
-        so many were passed over that the rest is for the next call. Raises DataError when no row of an epoch is a task."""
+        """The next task that is not left out; or why there is none now: the data is exhausted, all of it is in quarantine, so
+        many were passed over that the rest is for the next call, or it is not read yet. Raises DataError when no row of an
+        epoch is a task."""
         again = None if self._retries is None else self._retries.next()
         if again is not None:
             return again
@@ -70,6 +74,8 @@ class Issues:
             return again
         passed = 0
         for ahead in range(self._source.num_tasks):
+            if self._on_made is not None and not self._source.is_ready(ahead - passed, self._on_made):
+                return Hold.READING
             issue = self._source.peek(ahead - passed)
             if issue is None:
                 self._pass_over(ahead - passed)

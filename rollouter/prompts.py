@@ -91,6 +91,10 @@ class TaskTable(Protocol):
         """What the position holds."""
         ...
 
+    def at_hand(self, position: int, then: Callable[[], None]) -> bool:
+        """Whether `at` has nothing to make for it; else it is made by a thread, which calls `then`."""
+        ...
+
     def find(self, task_id: str) -> Task | None:
         """The task of that id, if it is one of those that are trained."""
         ...
@@ -113,6 +117,9 @@ class MemoryTasks:
 
     def at(self, position: int) -> Task | Refusal:
         return self._tasks[position]
+
+    def at_hand(self, position: int, then: Callable[[], None]) -> bool:
+        return True
 
     def find(self, task_id: str) -> Task | None:
         return self._by_id.get(task_id)
@@ -189,6 +196,16 @@ class PromptSource:
             if not isinstance(issue, Refused):
                 return issue
         raise DataError(f"no task is left to train on: all {self.num_tasks} rows of an epoch were left out")
+
+    def is_ready(self, ahead: int, then: Callable[[], None]) -> bool:
+        """Whether `peek(ahead)` has nothing to make; else it is made by a thread, which calls `then` from there."""
+        remaining = self.remaining
+        if remaining is not None and remaining <= ahead:
+            return True
+        number = self._issued + ahead
+        is_made = self._table.at_hand(self._order.at(number)[1], then)
+        self._look_ahead(number)
+        return is_made
 
     def peek(self, ahead: int = 0) -> Issue | Refused | None:
         """What comes after `ahead` other numbers; None if `num_epochs` are over by then. Raises DataError."""

@@ -6,7 +6,8 @@ Invariant: everything here belongs to one run id and one stream of this producer
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import structlog
@@ -20,7 +21,7 @@ from rollouter.failures import FailureStreak
 from rollouter.flight import Cockpit
 from rollouter.issues import Issues
 from rollouter.live import LiveView
-from rollouter.prompts import Prompts
+from rollouter.prompts import Prompts, PromptSource
 from rollouter.retries import Retries
 from rollouter.rollouts import Plan, Runner
 from rollouter.seat_policy import SeatPolicy
@@ -83,6 +84,8 @@ async def take_up(
             policy=seat_policy_of(live.settings),
             sampling=settings.sampling,
         )
+        open_tasks = [group.admitted.task_id for group in keeper.books.open_groups.values()]
+        await asyncio.to_thread(_read_tasks, prompts.source, open_tasks)
     except BaseException:
         keeper.release()
         raise
@@ -101,7 +104,13 @@ async def take_up(
 
     quarantine = TaskQuarantine(settings.run_dir / "quarantine" / "tasks")
     retries = Retries(prompts.source, run_id=keeper.run_id, taken=keeper.books.replaced, holds=quarantine.holds)
-    issues = Issues(prompts.source, quarantine, keeper, retries, filters=lambda: live.settings.filters)
+    event_loop = asyncio.get_running_loop()
+
+    def task_made() -> None:
+        with contextlib.suppress(RuntimeError):  # the event loop is closed: nobody waits any more
+            event_loop.call_soon_threadsafe(dispatcher.wake)
+
+    issues = Issues(prompts.source, quarantine, keeper, retries, filters=lambda: live.settings.filters, on_made=task_made)
     cockpit = Cockpit(
         admission=admission,
         keeper=keeper,
@@ -142,6 +151,12 @@ def seat_policy_of(settings: Settings) -> SeatPolicy:
         max_attempts=settings.rollouter.max_attempts,
         max_refills=settings.rollouter.max_task_failures,
     )
+
+
+def _read_tasks(source: PromptSource, task_ids: Sequence[str]) -> None:
+    """Have the tasks of open groups made before the event loop asks for them."""
+    for task_id in task_ids:
+        source.task(task_id)
 
 
 async def _resumption(link: Link) -> Resumption:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -56,7 +56,10 @@ class LazyTasks:
         self._limits = limits
         self._split = split
         self._kept = kept
-        self._made: OrderedDict[int, Task | Refusal] = OrderedDict()
+        self._made: OrderedDict[int, Task | Refusal | Exception] = OrderedDict()
+        """By row; the exception that its making raised, if it did."""
+        self._awaited: dict[int, list[Callable[[], None]]] = {}
+        """By row, who is told when it is made."""
         self._lock = threading.Lock()
         self._ahead = ThreadPoolExecutor(1, thread_name_prefix="tasks-ahead")
         content = f"{rows.fingerprint()}\0lazy".encode() + (b"" if kept is None else kept.tobytes())
@@ -67,7 +70,19 @@ class LazyTasks:
 
     def at(self, position: int) -> Task | Refusal:
         """What the position holds. Raises DataError where a prompt that is too long is an error."""
-        return self._of_row(position if self._kept is None else int(self._kept[position]))
+        return self._of_row(self._row_of(position))
+
+    def at_hand(self, position: int, then: Callable[[], None]) -> bool:
+        """Whether `at` has nothing to make for it; else it is made by the thread, which calls `then`."""
+        row = self._row_of(position)
+        with self._lock:
+            if row in self._made:
+                return True
+            is_asked_for = row in self._awaited
+            self._awaited.setdefault(row, []).append(then)
+        if not is_asked_for:
+            self._ahead.submit(self._make_all, [position])
+        return False
 
     def find(self, task_id: str) -> Task | None:
         """The task of that id."""
@@ -98,23 +113,38 @@ class LazyTasks:
         self._ahead.shutdown(wait=False, cancel_futures=True)
 
     def _make_all(self, positions: list[int]) -> None:
-        try:
-            for position in positions:
+        for position in positions:
+            try:
                 self.at(position)
-        except DataError as error:
-            log.debug("task not made ahead", error=str(error))  # it is raised again where it is asked for
+            except Exception as error:  # noqa: BLE001 - kept, and raised again where the task is asked for
+                log.debug("task not made ahead", error=str(error))
+
+    def _row_of(self, position: int) -> int:
+        return position if self._kept is None else int(self._kept[position])
 
     def _of_row(self, row: int) -> Task | Refusal:
         with self._lock:
-            if row in self._made:
+            made = self._made.get(row)
+            if made is not None:
                 self._made.move_to_end(row)
-                return self._made[row]
-        made = self._make(row, trained=True)
+        if made is None:
+            try:
+                made = self._make(row, trained=True)
+            except Exception as error:  # noqa: BLE001 - raised below, and to everybody who asks later
+                made = error
+            self._keep(row, made)
+        if isinstance(made, Exception):
+            raise made
+        return made
+
+    def _keep(self, row: int, made: Task | Refusal | Exception) -> None:
         with self._lock:
             self._made[row] = made
             while len(self._made) > MAX_KEPT_TASKS:
                 self._made.popitem(last=False)
-        return made
+            awaited = self._awaited.pop(row, [])
+        for then in awaited:
+            then()
 
     def _make(self, number: int, *, trained: bool) -> Task | Refusal:
         """`trained`: of the trained side of the split; else of the other one."""

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import random
+import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from agent_loop.task import Task
 from configs.schema import DataSettings
 from rollouter.admission import Hold
+from rollouter.data import lazy
+from rollouter.data.encoding import Refusal, task_of
 from rollouter.data.sources import Rows, open_rows
 from rollouter.errors import DataError
 from sample_bus.group_id import parse
@@ -85,3 +91,45 @@ async def test_data_of_which_no_row_is_a_task_stops_the_run_with_the_reason(tmp_
             await desk.ended()
     words = str(caught.value.exceptions[0]) if isinstance(caught.value, ExceptionGroup) else str(caught.value)
     assert "of 10 rows of an epoch, 0 are left (10 prompt too long): raise data.max_prompt_tokens" in words
+
+
+async def test_no_row_is_rendered_on_the_event_loop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows that are left out, rows that are played, and after a death those of the open groups."""
+    here, made = threading.get_ident(), []
+
+    def watched(*arguments: Any, **named: Any) -> Task | Refusal:
+        made.append(threading.get_ident())
+        return task_of(*arguments, **named)
+
+    monkeypatch.setattr(lazy, "task_of", watched)
+    data, rows = _rows(tmp_path, [number % 5 < 3 for number in range(200)])
+    settings = desk_settings(tmp_path / "run", data=data.model_dump())
+    stream, never = Stream(), asyncio.Event()
+    held = await engine_at(0, before_reply=lambda call: never.wait())
+    async with open_desk(settings, FakeProducer(stream, credit=10**6), held, rows=rows, num_samples_needed=4 * 40) as desk:
+        desk.start()
+        await wait_until(desk, lambda: len(desk.books.open_groups) == 40)
+    num_made = len(made)
+    assert num_made >= 90
+    free = await engine_at(0)
+    async with open_desk(
+        settings, FakeProducer(stream, credit=10**6), free, rows=rows, num_samples_needed=4 * 80, process="q"
+    ) as desk:
+        desk.start()
+        await wait_until(desk, lambda: desk.run.dispatcher.holding is Hold.ENOUGH and not desk.books.open_groups)
+        desk.drain()
+        await desk.ended()
+    assert len(made) > num_made
+    assert here not in made
+
+
+async def test_a_row_that_is_an_error_ends_the_run_though_a_thread_met_it(tmp_path: Path) -> None:
+    data, rows = _rows(tmp_path, [number == 7 for number in range(20)])
+    settings = desk_settings(tmp_path / "run", data={**data.model_dump(), "on_overlong": "error"})
+    async with open_desk(settings, FakeProducer(Stream(), credit=10**6), await engine_at(0), rows=rows) as desk:
+        desk.start()
+        with pytest.raises(ExceptionGroup) as caught:
+            await desk.ended()
+    (error,) = caught.value.exceptions
+    assert isinstance(error, DataError)
+    assert "rows.jsonl row 8: prompt: got 204 tokens, expected at most 100" in str(error)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -10,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from agent_loop.task import Task
 from configs.schema import DataSettings
 from rollouter import prompts as prompts_module
 from rollouter.codec import Codec, load_codec
@@ -249,3 +251,31 @@ def test_weighted_sources_come_as_often_as_their_weights_say(tmp_path: Path, fil
     counts = {task_id: ids.count(task_id) for task_id in ids}
     assert sorted(counts.values()) == [1] * 30 + [6] * 10
     assert {count for task_id, count in counts.items() if task_id.startswith("b/")} == {6}
+
+
+def test_a_row_is_at_hand_once_the_thread_has_made_it(tmp_path: Path) -> None:
+    rows = open_rows(DataSettings(source=str(_file(tmp_path, 20, long_every=4, bad=7))))
+    table = LazyTasks(rows, CODEC, Limits(max_prompt_tokens=20, on_overlong=OnOverlong.DROP), Hashed(fraction=0, seed=1))
+    told = [threading.Event() for _ in range(20)]
+    assert not any(table.at_hand(position, told[position].set) for position in range(20))
+    assert not table.at_hand(19, told[19].set)
+    assert all(event.wait(30) for event in told)
+    assert all(table.at_hand(position, told[position].clear) for position in range(20))
+    assert all(event.is_set() for event in told)
+    assert table.at(4) is Refusal.OVERLONG
+    assert table.at(7) is Refusal.BAD_ROW
+    assert isinstance(table.at(5), Task)
+    table.close()
+
+
+def test_what_making_a_row_raises_is_raised_to_everybody_who_asks_for_it(tmp_path: Path) -> None:
+    rows = open_rows(DataSettings(source=str(_file(tmp_path, 8, long_every=4))))
+    table = LazyTasks(rows, CODEC, Limits(max_prompt_tokens=20, on_overlong=OnOverlong.ERROR), Hashed(fraction=0, seed=1))
+    told = threading.Event()
+    assert not table.at_hand(4, told.set)
+    assert told.wait(30)
+    for _ in range(2):
+        assert table.at_hand(4, told.clear)
+        with pytest.raises(DataError, match="expected at most 20"):
+            table.at(4)
+    table.close()
