@@ -33,7 +33,7 @@ from rollouter.engine_pool import EnginePool
 from rollouter.engines import EngineFleet
 from rollouter.errors import RunDirInUse, TrainerFailed
 from rollouter.loops import setup_of
-from rollouter.pipeline import Pipeline
+from rollouter.pipeline import CHECKED_TASKS, Pipeline
 from rollouter.prompts import MAX_ROWS_IN_MEMORY, Prompts, prepare
 from rollouter.run_in_hand import RunInHand
 from rollouter.scoring import reward_of
@@ -264,6 +264,7 @@ class RollouterDaemon:
             max_held_out=settings.evaluation.max_tasks,
             framing=framing,
         )
+        prompts.source.head(CHECKED_TASKS)  # made here, so that they are at hand on the event loop
         return prompts, codec
 
     async def _wait_for_model(self, link: Link, pipeline: Pipeline) -> tuple[str, str]:

@@ -26,7 +26,7 @@ from rollouter.follow import Follower
 from rollouter.live import LiveView
 from rollouter.loop_lag import LoopLag
 from rollouter.loops import Loops, setup_of
-from rollouter.prompts import Issue, Prompts
+from rollouter.prompts import Prompts
 from rollouter.reports import Reports
 from rollouter.rollouts import Runner
 from rollouter.run_in_hand import RunInHand, take_up
@@ -48,7 +48,7 @@ from sample_bus.staleness import seats_of_run
 
 log = structlog.get_logger()
 
-_CHECKED_TASKS = 256
+CHECKED_TASKS = 256
 """Tasks at the head of the data whose agent loops are made before anything starts; those of later ones as they come."""
 
 
@@ -109,8 +109,7 @@ class Pipeline:
         self._check(prompts)
         stop_token_ids = self._stop_token_ids = codec.stop_token_ids(settings.sampling.stop)
         loops = self._made_loops()
-        issues = [prompts.source.peek(ahead) for ahead in range(min(_CHECKED_TASKS, prompts.source.num_tasks))]
-        loops.check([*prompts.held_out, *(issue.task for issue in issues if isinstance(issue, Issue))])
+        loops.check([*prompts.held_out, *prompts.source.head(CHECKED_TASKS)])
         loops.check_template(codec)
         runner = self._runner = Runner(
             loop=self._loop,

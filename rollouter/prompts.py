@@ -221,6 +221,11 @@ class PromptSource:
             return Refused(number=number, epoch=epoch, reason=found)
         return Issue(number=number, epoch=epoch, task=found)
 
+    def head(self, count: int) -> list[Task]:
+        """The tasks among the next `count` numbers, which stay at hand where they had to be made. Raises DataError."""
+        numbers = (self.peek(ahead) for ahead in range(min(count, self.num_tasks)))
+        return [issue.task for issue in numbers if isinstance(issue, Issue)]
+
     def _prepare(self, number: int) -> None:
         """Drawing millions of numbers, or a user's curriculum, must not hold up the event loop where an epoch begins."""
         size = self.num_tasks

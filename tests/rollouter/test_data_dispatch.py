@@ -11,9 +11,12 @@ from typing import Any
 
 import pytest
 
+from agent_loop.rewards import load_reward
+from agent_loop.single_turn import SingleTurn
 from agent_loop.task import Task
 from configs.schema import DataSettings
 from rollouter.admission import Hold
+from rollouter.daemon import UserCode
 from rollouter.data import lazy
 from rollouter.data.encoding import Refusal, task_of
 from rollouter.data.sources import Rows, open_rows
@@ -23,6 +26,7 @@ from sample_bus.journal import GroupAdmitted, IssueSkipped, read_journal
 from tests.fakes.fake_producer import FakeProducer, Stream
 from tests.rollouter.desk import desk_settings, open_desk
 from tests.rollouter.playing import engine_at
+from tests.rollouter.stand_in import Running, engine_of, make_settings, stand_in_trainer
 from tests.rollouter.test_dispatch import wait_until
 
 LONG = "1+1=\n" * 40
@@ -93,15 +97,39 @@ async def test_data_of_which_no_row_is_a_task_stops_the_run_with_the_reason(tmp_
     assert "of 10 rows of an epoch, 0 are left (10 prompt too long): raise data.max_prompt_tokens" in words
 
 
-async def test_no_row_is_rendered_on_the_event_loop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows that are left out, rows that are played, and after a death those of the open groups."""
-    here, made = threading.get_ident(), []
+@pytest.fixture
+def made_in(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The thread of each row that was rendered."""
+    made: list[int] = []
 
     def watched(*arguments: Any, **named: Any) -> Task | Refusal:
         made.append(threading.get_ident())
         return task_of(*arguments, **named)
 
     monkeypatch.setattr(lazy, "task_of", watched)
+    return made
+
+
+async def test_no_row_is_rendered_on_the_event_loop_of_a_rollouter(tmp_path: Path, made_in: list[int]) -> None:
+    """From its start on."""
+    data, rows = _rows(tmp_path, [number % 2 > 0 for number in range(600)])
+    settings = make_settings(tmp_path / "run", data=data.model_dump(), engine={"max_model_len": 64})
+    async with stand_in_trainer(settings) as trainer:
+        user = UserCode(rows=rows, loop=SingleTurn(), reward=load_reward("agent_loop.rewards:exact_match"))
+        running = Running(settings, engine_of(trainer), user)
+        await trainer.begin()
+        await trainer.publish(0)
+        for version in range(1, 4):
+            await trainer.train(8)
+            await trainer.publish(version)
+        running.task.cancel()
+        await asyncio.wait((running.task,))
+    assert len(made_in) > 256
+    assert threading.get_ident() not in made_in
+
+
+async def test_no_row_is_rendered_on_the_event_loop(tmp_path: Path, made_in: list[int]) -> None:
+    """Rows that are left out, rows that are played, and after a death those of the open groups."""
     data, rows = _rows(tmp_path, [number % 5 < 3 for number in range(200)])
     settings = desk_settings(tmp_path / "run", data=data.model_dump())
     stream, never = Stream(), asyncio.Event()
@@ -109,7 +137,7 @@ async def test_no_row_is_rendered_on_the_event_loop(tmp_path: Path, monkeypatch:
     async with open_desk(settings, FakeProducer(stream, credit=10**6), held, rows=rows, num_samples_needed=4 * 40) as desk:
         desk.start()
         await wait_until(desk, lambda: len(desk.books.open_groups) == 40)
-    num_made = len(made)
+    num_made = len(made_in)
     assert num_made >= 90
     free = await engine_at(0)
     async with open_desk(
@@ -119,8 +147,8 @@ async def test_no_row_is_rendered_on_the_event_loop(tmp_path: Path, monkeypatch:
         await wait_until(desk, lambda: desk.run.dispatcher.holding is Hold.ENOUGH and not desk.books.open_groups)
         desk.drain()
         await desk.ended()
-    assert len(made) > num_made
-    assert here not in made
+    assert len(made_in) > num_made
+    assert threading.get_ident() not in made_in
 
 
 async def test_a_row_that_is_an_error_ends_the_run_though_a_thread_met_it(tmp_path: Path) -> None:

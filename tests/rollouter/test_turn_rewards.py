@@ -26,7 +26,7 @@ from rollouter.rollouts import Episode, sample_of
 from rollouter.scoring import Scorer, reward_of
 from tests.agent_loop.scripted import Letters, ScriptedEngine, generation
 from tests.fakes.fake_clock import FakeClock
-from tests.rollouter.playing import make_plan
+from tests.rollouter.playing import engine_at, make_plan, make_runner
 
 HERE = "tests.rollouter.dense_rewards"
 TASK = Task(
@@ -80,6 +80,15 @@ async def test_rewards_of_turns_land_at_the_ends_of_the_turns_and_in_the_sample(
     sample = sample_of(make_plan(), 0, episode, now=FakeClock())
     sample.validate()
     assert (sample.reward, sample.token_rewards.tolist()) == (1.0, dense.tolist())
+
+
+async def test_a_rollout_brings_the_rewards_that_its_function_gave_its_turns() -> None:
+    episode = await make_runner(await engine_at(), reward=f"{HERE}:by_turn").attempt(make_plan(), 0)
+    sample = sample_of(make_plan(), 0, episode, now=FakeClock())
+    sample.validate()
+    assert sample.token_rewards[-1] > 0
+    assert np.flatnonzero(sample.token_rewards).tolist() == [sample.num_tokens - 1]
+    assert sample.reward_parts == {"acc": 0.5}
 
 
 async def test_rewards_of_a_function_are_added_to_those_that_the_loop_gave() -> None:
