@@ -19,6 +19,7 @@ import structlog
 
 from agent_loop.errors import AgentLoopError, LoopError
 from agent_loop.gateway.claims import Offer
+from agent_loop.gateway.client import TOKEN_VARIABLE, URL_VARIABLE
 from agent_loop.gateway.program_process import end_of, run_program
 from agent_loop.gateway.server import Gateway
 from agent_loop.loop import LoopSetup
@@ -29,8 +30,6 @@ from configs.schema import GatewaySettings, ToolSettings
 
 log = structlog.get_logger()
 
-TOKEN_VARIABLE = "HEADRACE_GATEWAY_TOKEN"
-URL_VARIABLE = "HEADRACE_GATEWAY_URL"
 _COMPLAINS_AFTER_S = 30.0
 _GRACE_S = 2.0
 _MAX_BARREN = 3
@@ -87,6 +86,7 @@ class External:
             log.info("rollouts wait for programs to take them", url=self._gateway.base, token_in=str(self.address_file))
 
     async def close(self) -> None:
+        self._gateway.claims.end()
         for program in self._programs:
             program.cancel()
         if self._programs:

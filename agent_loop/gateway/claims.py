@@ -38,6 +38,7 @@ class Claims:
     def __init__(self) -> None:
         self._offers: deque[Offer] = deque()
         self._waiting: deque[asyncio.Future[Offer]] = deque()
+        self.is_over = False
 
     @property
     def num_offers(self) -> int:
@@ -68,6 +69,12 @@ class Claims:
                 offer.taken.set_exception(error)
         self._offers.clear()
 
+    def end(self) -> None:
+        """No rollout will come any more: who waits for one is told."""
+        self.is_over = True
+        for waiter in self._waiting:
+            waiter.cancel()
+
     async def claim(self, timeout_s: float) -> Offer | None:
         """The next offer, to be marked as taken by the caller without a wait in between; None: there was none within
         `timeout_s` seconds."""
@@ -75,16 +82,13 @@ class Claims:
             offer = self._offers.popleft()
             if offer.is_open:
                 return offer
-        if timeout_s <= 0:
+        if timeout_s <= 0 or self.is_over:
             return None
         waiter: asyncio.Future[Offer] = asyncio.get_running_loop().create_future()
         self._waiting.append(waiter)
         try:
-            async with asyncio.timeout(timeout_s):
-                offer = await waiter
-        except TimeoutError:
-            return waiter.result() if waiter.done() and not waiter.cancelled() else None
+            await asyncio.wait((waiter,), timeout=timeout_s)
         finally:
             if waiter in self._waiting:
                 self._waiting.remove(waiter)
-        return offer
+        return waiter.result() if waiter.done() and not waiter.cancelled() else None

@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import os
 import signal
+import sys
 from collections.abc import Mapping, Sequence
 from typing import IO, Any
 
@@ -25,12 +26,12 @@ async def run_program(
 ) -> tuple[int, bytes]:
     """(exit status, the end of its output: 64 KiB, of which none is kept when it goes `into` a file).
 
-    Cancelled, the program is asked to end by SIGTERM where it has `grace_s` for it, and then killed. Raises LoopError when it
-    cannot be started.
+    A command `python` is the Python that this process runs on. Cancelled, the program is asked to end by SIGTERM where it has
+    `grace_s` for it, and then killed. Raises LoopError when it cannot be started.
     """
     try:
         process = await asyncio.create_subprocess_exec(
-            *command,
+            *(sys.executable if command[0] == "python" else command[0], *command[1:]),
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE if into is None else into,
             stderr=asyncio.subprocess.STDOUT,

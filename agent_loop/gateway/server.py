@@ -29,6 +29,8 @@ log = structlog.get_logger()
 _REMEMBERED = 4096
 _MODEL = {"id": "policy", "object": "model", "created": 0, "owned_by": "headrace"}
 _MAX_REASON = 500
+_SHUTDOWN_S = 2.0
+"""For answers on their way, at the end."""
 
 
 class Gateway:
@@ -64,7 +66,7 @@ class Gateway:
         app.router.add_post("/sessions/{id}/reward", self._reward)
         app.router.add_post("/sessions/{id}/end", self._end)
         app.router.add_route("*", "/{rest:.*}", _unknown)
-        runner = web.AppRunner(app, access_log=None)
+        runner = web.AppRunner(app, access_log=None, shutdown_timeout=_SHUTDOWN_S)
         await runner.setup()
         try:
             await web.TCPSite(runner, self._settings.host, self._settings.port).start()
@@ -168,6 +170,8 @@ class Gateway:
                 why = f"wait_s: got {wait_s!r}, expected seconds of at least 0"
                 raise Refusal(400, why, code="invalid_body", param="wait_s")
             offer = await self._claimed(request, min(float(wait_s), self._settings.claim_wait_s))
+            if offer is None and self.claims.is_over:
+                raise Refusal(410, "the run is over", code="run_over")
             if offer is None:
                 raise Refusal(429, "no rollout waits to be taken", code="no_rollout", retry_after_s=1)
         except Refusal as refusal:

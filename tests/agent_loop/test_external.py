@@ -21,6 +21,7 @@ import pytest
 from agent_loop.deadline import Deadline
 from agent_loop.errors import EngineUnavailable, LoopError, Unscored
 from agent_loop.external import External
+from agent_loop.gateway.client import GatewayLost, Rollout, serve_rollouts
 from agent_loop.loop import LoopSetup, load_agent_loop
 from configs.schema import GatewaySettings, ToolSettings
 from tests.agent_loop.test_tool_calling import TASK, said, session_of
@@ -245,3 +246,41 @@ async def test_a_program_of_ours_that_never_works_fails_rollouts_instead_of_hang
 def test_the_loop_needs_a_directory() -> None:
     with pytest.raises(LoopError, match="run_dir"):
         load_agent_loop("external")
+
+
+async def test_a_program_of_python_serves_rollouts_in_a_few_lines(tmp_path: Path) -> None:
+    sessions = [session_of(said("6")), session_of(said("7")), session_of(said("x"))]
+    tasks = [replace(TASK, task_id=f"t{at}", extra_info={"at": at}) for at in range(3)]
+    async with offering(tmp_path) as (loop, _):
+
+        async def play(rollout: Rollout) -> Any:
+            async with openai.AsyncOpenAI(base_url=rollout.base_url, api_key=rollout.api_key, max_retries=0) as client:
+                await client.chat.completions.create(model="policy", messages=rollout.task["messages"])
+            match rollout.task["extra_info"]["at"]:
+                case 0:
+                    return {"reward": 1.0, "parts": {"style": 0.5}}
+                case 1:
+                    return None
+            raise RuntimeError("the browser crashed")
+
+        serving = asyncio.create_task(serve_rollouts(play, concurrency=3, address_file=loop.address_file))
+        played = [asyncio.create_task(loop.run(task, session)) for task, session in zip(tasks, sessions, strict=True)]
+        async with asyncio.timeout(60):
+            results = await asyncio.gather(*played, return_exceptions=True)
+    await serving
+    assert results[:2] == [None, None]
+    assert "RuntimeError: the browser crashed" in str(results[2])
+    assert (sessions[0].reward, sessions[0].reward_parts, sessions[1].reward) == (1.0, {"style": 0.5}, None)
+
+
+async def test_a_program_that_is_refused_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def play(rollout: Rollout) -> float:
+        return 0.0
+
+    async with offering(tmp_path) as (_, outside):
+        monkeypatch.setenv("HEADRACE_GATEWAY_URL", outside.url)
+        with pytest.raises(GatewayLost, match="HEADRACE_GATEWAY_TOKEN"):
+            await serve_rollouts(play)
+        monkeypatch.setenv("HEADRACE_GATEWAY_TOKEN", "wrong")
+        with pytest.raises(GatewayLost, match="401"):
+            await serve_rollouts(play)
