@@ -1,12 +1,13 @@
-"""What the rollouter costs beside the engine that it asks: tokens per second through an agent loop over those of vLLM asked
-directly, and trajectories per second where the engine costs nothing.
+"""What the rollouter costs beside the engine that it asks: tokens per second through an agent loop and through the gateway over
+those of vLLM asked directly, and trajectories per second where the engine costs nothing.
 
     python -m benchmarks.rollout [--quick] [--json] [--in-flight N] [--rounds N]
 
-One real vLLM server of a small model with random weights. The same requests, always so many at once, go to it in two ways that
-take turns: plain HTTP requests whose answers are read and thrown away, and whole attempts as the rollouter plays them (session,
-seat, request, answer checked and turned into columns, reward, sample). Then a fake engine that answers after a given time has
-1,000 rollouts in flight. Ratios are medians over the rounds of one run.
+One real vLLM server of a small model with random weights. The same requests, always so many at once, go to it in three ways
+that take turns: plain HTTP requests whose answers are read and thrown away; whole attempts as the rollouter plays them (session,
+seat, request, answer checked and turned into columns, reward, sample); and such attempts by a program that asks the gateway's
+`/v1/chat/completions` (the program's side of HTTP included). Then a fake engine that answers after a given time has 1,000
+rollouts in flight. Ratios are medians over the rounds of one run.
 """
 
 from __future__ import annotations
@@ -21,21 +22,32 @@ import sys
 import tempfile
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import aiohttp
 import numpy as np
 import orjson
 import structlog
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
+from transformers import PreTrainedTokenizerFast
 
 from agent_loop.engine import SamplingParams
+from agent_loop.gateway.server import Gateway
+from agent_loop.loop import AgentLoop
+from agent_loop.program import branches_of
 from agent_loop.rewards import load_reward
+from agent_loop.session import Session, TextCodec
 from agent_loop.single_turn import SingleTurn
 from agent_loop.task import Task
 from agent_loop.vllm_wire import encode_request
 from benchmarks.partial_rollout import MAX_MODEL_LEN, VOCABULARY, make_model
-from configs.schema import EngineSettings, WeightSyncSettings
+from configs.schema import EngineSettings, GatewaySettings, ToolSettings, WeightSyncSettings
+from rollouter.codec import Codec
 from rollouter.engine_pool import EnginePool
 from rollouter.loop_lag import LoopLag
 from rollouter.rollouts import Plan, Runner, sample_of
@@ -65,6 +77,10 @@ class Overhead:
     """Median of the rounds' ratios."""
     loop_cpu_us_per_trajectory: float
     """Of the rollouter's process."""
+    gateway_tokens_per_s: float
+    gateway_of_direct: float
+    gateway_cpu_us_per_trajectory: float
+    """Of the same process, which is also the program's here."""
     lag_ms: float
     """The longest time for which the event loop was late."""
 
@@ -85,8 +101,9 @@ def plan_of(number: int, reply_tokens: int) -> Plan:
     draw = np.random.default_rng(number)
     task = Task(
         task_id=f"task/{number}",
-        prompt_ids=draw.integers(1, VOCABULARY, PROMPT_TOKENS).astype(np.int32),
+        prompt_ids=(ids := draw.integers(1, VOCABULARY, PROMPT_TOKENS).astype(np.int32)),
         prompt_text="",
+        messages=({"role": "user", "content": " ".join(f"w{token}" for token in ids)},),
         ground_truth="1",
         data_source="benchmark",
     )
@@ -101,6 +118,36 @@ def plan_of(number: int, reply_tokens: int) -> Plan:
         settings_revision=0,
         incarnation="a",
     )
+
+
+def make_codec() -> Codec:
+    """A word for each id of the model, and a chat template that adds nothing."""
+    tokenizer = Tokenizer(WordLevel({f"w{token}": token for token in range(VOCABULARY)}, unk_token="w0"))
+    tokenizer.pre_tokenizer = WhitespaceSplit()
+    fast: Any = PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="w0")
+    fast.chat_template = "{% for message in messages %}{{ message.content }}{% endfor %}"
+    return Codec(fast)
+
+
+class AskTheGateway:
+    """The program, in this process."""
+
+    def __init__(self, gateway: Gateway, http: aiohttp.ClientSession) -> None:
+        self._gateway = gateway
+        self._http = http
+
+    async def run(self, task: Task, session: Session) -> None:
+        """One call."""
+        served = self._gateway.open(session, branches_of(session, ToolSettings()))
+        try:
+            body = {"model": "policy", "messages": list(task.messages)}
+            headers = {"Authorization": f"Bearer {served.token}"}
+            async with self._http.post(
+                f"{self._gateway.url(served)}/v1/chat/completions", json=body, headers=headers
+            ) as response:
+                orjson.loads(await response.read())["choices"][0]["message"]["content"]
+        finally:
+            await self._gateway.close(served)
 
 
 async def always(in_flight: int, total: int, play: Callable[[int], Awaitable[int]], *, apart_s: float = 0.0) -> float:
@@ -138,10 +185,16 @@ async def overhead(in_flight: int, reply_tokens: int, num_rounds: int) -> Overhe
 
 async def _take_turns(pool: EnginePool, in_flight: int, reply_tokens: int, num_rounds: int) -> Overhead:
     address = pool._members[0].client.address  # noqa: SLF001 - asked past the pool on purpose
-    runner = make_runner(pool)
+    gateway = Gateway(GatewaySettings())
+    await gateway.start()
     lag = LoopLag(on_block=lambda lag_s, where: None)
     connector = aiohttp.UnixConnector(address.removeprefix("unix:"), limit=0)
-    async with aiohttp.ClientSession(connector=connector, auto_decompress=False) as http:
+    async with (
+        aiohttp.ClientSession(connector=connector, auto_decompress=False) as http,
+        aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as of_program,
+    ):
+        loop_runner = make_runner(pool, SingleTurn(), Letters())
+        gateway_runner = make_runner(pool, AskTheGateway(gateway, of_program), make_codec())
 
         async def ask(number: int) -> int:
             plan = plan_of(number, reply_tokens)
@@ -150,40 +203,57 @@ async def _take_turns(pool: EnginePool, in_flight: int, reply_tokens: int, num_r
             async with http.post("http://engine/inference/v1/generate", data=body, headers=headers) as response:
                 return len(orjson.loads(await response.read())["choices"][0]["token_ids"])
 
-        async def play(number: int) -> int:
+        async def play(runner: Runner, number: int) -> int:
             plan = replace(plan_of(number, reply_tokens), rollout_id=f"{number}-{time.monotonic_ns()}")
             episode = await runner.attempt(plan, 0)
             return sample_of(plan, 0, episode, now=time.time).num_trained_tokens
 
         total = 4 * in_flight
         await always(in_flight, 2 * in_flight, ask)
-        direct, loop, ratios, cpu_us = [], [], [], []
+        direct: list[float] = []
+        ways = (Way(loop_runner), Way(gateway_runner))
         beating = asyncio.create_task(lag.run())
         for number in range(num_rounds):
             sys.stderr.write(f"round {number + 1} of {num_rounds}: {in_flight} in flight\n")
             direct.append(await always(in_flight, total, ask))
-            cpu_s = time.process_time()
-            loop.append(await always(in_flight, total, play))
-            cpu_us.append((time.process_time() - cpu_s) / total * 1e6)
-            ratios.append(loop[-1] / direct[-1])
+            for way in ways:
+                cpu_s = time.process_time()
+                way.tokens_per_s.append(await always(in_flight, total, partial(play, way.runner)))
+                way.cpu_us.append((time.process_time() - cpu_s) / total * 1e6)
+                way.of_direct.append(way.tokens_per_s[-1] / direct[-1])
         beating.cancel()
+    await gateway.stop()
+    loop, through_gateway = ways
     return Overhead(
         in_flight=in_flight,
         reply_tokens=reply_tokens,
         direct_tokens_per_s=statistics.median(direct),
-        loop_tokens_per_s=statistics.median(loop),
-        loop_of_direct=statistics.median(ratios),
-        loop_cpu_us_per_trajectory=statistics.median(cpu_us),
+        loop_tokens_per_s=statistics.median(loop.tokens_per_s),
+        loop_of_direct=statistics.median(loop.of_direct),
+        loop_cpu_us_per_trajectory=statistics.median(loop.cpu_us),
+        gateway_tokens_per_s=statistics.median(through_gateway.tokens_per_s),
+        gateway_of_direct=statistics.median(through_gateway.of_direct),
+        gateway_cpu_us_per_trajectory=statistics.median(through_gateway.cpu_us),
         lag_ms=lag.worst_ms,
     )
 
 
-def make_runner(engine: EnginePool | FakeEngine) -> Runner:
+@dataclass(slots=True)
+class Way:
+    """Beside asking directly, with what each round brought."""
+
+    runner: Runner
+    tokens_per_s: list[float] = field(default_factory=list)
+    of_direct: list[float] = field(default_factory=list)
+    cpu_us: list[float] = field(default_factory=list)
+
+
+def make_runner(engine: EnginePool | FakeEngine, loop: AgentLoop, codec: TextCodec) -> Runner:
     return Runner(
-        loop=SingleTurn(),
+        loop=loop,
         engine=engine,
-        codec=Letters(),
-        scorer=Scorer(load_reward("agent_loop.rewards:exact_match"), Letters()),
+        codec=codec,
+        scorer=Scorer(load_reward("agent_loop.rewards:exact_match"), codec),
         max_model_len=MAX_MODEL_LEN,
         timeout_s=lambda: 300.0,
         seed=0,
@@ -200,7 +270,7 @@ async def ceiling(in_flight: int, reply_tokens: int, total: int) -> Ceiling:
         await asyncio.sleep(FAKE_REPLY_S * draw.uniform(0.5, 1.5))
 
     engine = await engine_at(0, reply=lambda prompt, sampling, version: reply, before_reply=wait)
-    runner = make_runner(engine)
+    runner = make_runner(engine, SingleTurn(), Letters())
     lag = LoopLag(on_block=lambda lag_s, where: None)
 
     async def play(number: int) -> int:
@@ -229,12 +299,13 @@ async def ceiling(in_flight: int, reply_tokens: int, total: int) -> Ceiling:
 def table(overheads: Sequence[Overhead], top: Ceiling) -> str:
     """Markdown."""
     lines = [
-        "| in flight | reply tokens | vLLM directly, tokens/s | agent loop, tokens/s | ratio | CPU us each | late, ms |",
-        "| ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
+        "| in flight | reply tokens | vLLM directly, tokens/s | agent loop | CPU us each | gateway | CPU us each | late, ms |",
+        "| ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: |",
     ]
     lines += [
-        f"| {one.in_flight} | {one.reply_tokens} | {one.direct_tokens_per_s:,.0f} | {one.loop_tokens_per_s:,.0f} "
-        f"| {one.loop_of_direct:.3f} | {one.loop_cpu_us_per_trajectory:,.0f} | {one.lag_ms:.0f} |"
+        f"| {one.in_flight} | {one.reply_tokens} | {one.direct_tokens_per_s:,.0f} "
+        f"| {one.loop_of_direct:.3f} | {one.loop_cpu_us_per_trajectory:,.0f} "
+        f"| {one.gateway_of_direct:.3f} | {one.gateway_cpu_us_per_trajectory:,.0f} | {one.lag_ms:.0f} |"
         for one in overheads
     ]
     lines += [
