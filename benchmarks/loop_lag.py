@@ -31,7 +31,9 @@ from pathlib import Path
 from types import FrameType
 
 import numpy as np
+import numpy.typing as npt
 
+from agent_loop.engine import Generation, SamplingParams
 from agent_loop.errors import EngineUnavailable, ToolUnavailable
 from configs.logs import set_up
 from configs.schema import Settings
@@ -40,7 +42,7 @@ from rollouter.daemon import run
 from rollouter.engines import EngineFleet
 from rollouter.loop_lag import BEAT_S
 from sample_bus.messages import RoundResult
-from tests.fakes.fake_engine import ALPHABET, Call, FakeEngine, FakeTokenizer
+from tests.fakes.fake_engine import ALPHABET, FakeEngine, FakeTokenizer
 from tests.rollouter.stand_in import make_settings, stand_in_trainer
 
 REPLY_TOKENS = 256
@@ -138,8 +140,8 @@ class Failures:
     def __init__(self) -> None:
         self._num_first = 0
 
-    async def next(self, call: Call) -> None:
-        if not call.request_id.endswith(".0-0"):
+    async def next(self, request_id: str) -> None:
+        if not request_id.endswith(".0-0"):
             return
         self._num_first += 1
         kind, rest = divmod(self._num_first, FAILS_ONE_IN)
@@ -175,29 +177,38 @@ class Waves:
         self._gate = asyncio.Event()
 
 
-class StagedEngine(FakeEngine):
-    """Has the weights of each version as soon as it is told of it: the trainer's side need not hear of it."""
+class CheapEngine(FakeEngine):
+    """Replies that were made before. It has the weights of each version as soon as it is told of it: the trainer's side need
+    not hear of it."""
+
+    def __init__(self, load: str) -> None:
+        super().__init__()
+        digits = [ALPHABET.index(digit) + 1 for digit in "0123456789"]
+        self._tokens = np.array(digits * (REPLY_TOKENS // 10 + 1), np.int32)
+        self._logprobs = np.full(self._tokens.size, -0.5, np.float32)
+        self._draw, self._failures, self._waves, self._is_spread = random.Random(0), Failures(), Waves(), load == "spread"
+
+    async def generate(self, prompt_ids: npt.NDArray[np.int32], sampling: SamplingParams, *, request_id: str) -> Generation:
+        await self._serving.wait()
+        await self._failures.next(request_id)
+        size = min(sampling.max_tokens, REPLY_TOKENS)
+        if self._is_spread:
+            await asyncio.sleep(REPLY_S * self._draw.uniform(0.5, 1.5) * size / REPLY_TOKENS)
+        else:
+            await self._waves.wait()
+        self._generated += size
+        return Generation(
+            token_ids=self._tokens[:size],
+            logprobs=self._logprobs[:size],
+            version_starts=np.zeros(1, np.int32),
+            versions=np.full(1, self.version, np.int32),
+            kept_cache=np.zeros(1, np.uint8),
+            stop_reason="length",
+        )
 
     @property
     def nonce(self) -> str:
         return STAGED[self.name]
-
-
-def open_engine(load: str) -> FakeEngine:
-    draw, failures, waves = random.Random(0), Failures(), Waves()
-    digits = np.array([ALPHABET.index(digit) + 1 for digit in "0123456789"] * (REPLY_TOKENS // 10 + 1), np.int32)
-    reply = digits.tolist()
-
-    async def before_reply(call: Call) -> None:
-        engine.calls.clear()  # it remembers each, which is not what is measured
-        await failures.next(call)
-        if load == "spread":
-            await asyncio.sleep(REPLY_S * draw.uniform(0.5, 1.5) * call.sampling.max_tokens / REPLY_TOKENS)
-        else:
-            await waves.wait()
-
-    engine = StagedEngine(reply=lambda prompt, sampling, version: reply, before_reply=before_reply)
-    return engine
 
 
 # ── the two processes ────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -237,7 +248,7 @@ async def train(run_dir: Path, load: str, in_flight: int, num_steps: int) -> Non
 
 
 async def measure(load: str, in_flight: int, num_steps: int, run_dir: Path, log_file: Path | None) -> Lag:
-    settings, engine, beats = settings_of(run_dir, load, in_flight), open_engine(load), Beats()
+    settings, engine, beats = settings_of(run_dir, load, in_flight), CheapEngine(load), Beats()
 
     def open_fleet(
         settings: Settings,

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import secrets
+import sys
 from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Protocol
@@ -55,6 +56,9 @@ from sample_bus.protocols import Link
 
 log = structlog.get_logger()
 
+SWITCH_S = 0.0005
+"""How long a thread that asks for the interpreter waits at most. The loop gives it away at each write; Python's default of 5 ms
+has it wait that long for it while the bus's thread is busy, hundreds of times in a burst."""
 _WAIT_LINE_EVERY_S = 5.0
 _CLOSE_TIMEOUT_S = 30.0
 _LOCK_FILE = "rollouter.lock"
@@ -106,6 +110,7 @@ async def run(settings: Settings, *, open_fleet: OpenFleet = open_pool, codec_of
 
     The first SIGTERM, SIGINT or SIGHUP drains, the second stops at once.
     """
+    sys.setswitchinterval(SWITCH_S)
     make_run_dir(settings.run_dir)
     user = UserCode.load(settings)
     drain, stop = asyncio.Event(), asyncio.Event()
