@@ -39,13 +39,14 @@ class ToolFormat(StrEnum):
     HERMES = "hermes"
     """`<tool_call>{"name": …, "arguments": {…}}</tool_call>`: Qwen2.5, Qwen3, Hermes, SmolLM2."""
     LLAMA3 = "llama3"
-    """`{"name": …, "parameters": {…}}`, the whole reply; several with `;` between: Llama 3.1 and later."""
+    """`{"name": …, "parameters": {…}}`, the whole reply; several one after the other, or with `;` between: Llama 3.1 and
+    later."""
     MISTRAL = "mistral"
-    """`[TOOL_CALLS][{"name": …, "arguments": {…}}]` or `[TOOL_CALLS]name[ARGS]{…}`."""
+    """`[TOOL_CALLS][{"name": …, "arguments": {…}}]`, or `[TOOL_CALLS]name{…}`, with `[CALL_ID]…` and `[ARGS]` or without."""
     DEEPSEEK = "deepseek"
     """`<｜tool▁call▁begin｜>function<｜tool▁sep｜>name`, a fenced block of JSON, `<｜tool▁call▁end｜>`."""
     PYTHONIC = "pythonic"
-    """`[name(key=value), …]`, the whole reply: Llama 3.2, Gemma."""
+    """`[name(key=value), …]`, the whole reply: Llama 3.2 and 4, Gemma."""
 
 
 def format_of_template(template: str) -> ToolFormat:
@@ -92,10 +93,10 @@ def _llama3(text: str) -> Iterator[Call | Malformed]:
             return
         yield _from_value(value, "parameters")
         rest = stripped[at:].lstrip()
-        if rest and not rest.startswith(";"):
+        if rest and not rest.startswith((";", "{")):
             yield Malformed(why=f"got {_quoted(rest)} behind a call, expected nothing or `;` and another call")
             return
-        at = len(stripped) - len(rest[1:].lstrip()) if rest else len(stripped)
+        at = len(stripped) - len(rest.removeprefix(";").lstrip())
 
 
 def _mistral(text: str) -> Iterator[Call | Malformed]:
@@ -112,12 +113,14 @@ def _mistral(text: str) -> Iterator[Call | Malformed]:
         yield from (_from_value(value, "arguments") for value in calls)
         return
     for part in rest.split("[TOOL_CALLS]"):
+        if part.lstrip().startswith("{"):
+            yield _from_json(part, "arguments")
+            continue
         name, args, body = part.partition("[ARGS]")
-        yield (
-            _named(name.strip(), body, shape='`[TOOL_CALLS]name[ARGS]{"key": value}`')
-            if args
-            else _from_json(part, "arguments")
-        )
+        if not args and "{" in part:
+            name, _, body = part.partition("{")
+            body = "{" + body
+        yield _named(name.partition("[CALL_ID]")[0].strip(), body, shape='`[TOOL_CALLS]name[ARGS]{"key": value}`')
 
 
 def _deepseek(text: str) -> Iterator[Call | Malformed]:
@@ -137,8 +140,9 @@ def _deepseek(text: str) -> Iterator[Call | Malformed]:
 
 
 def _pythonic(text: str) -> Iterator[Call | Malformed]:
-    stripped = re.sub(r"(<\|eot_id\|>|<end_of_turn>|```)\s*$", "", text.strip()).strip()
-    stripped = re.sub(r"^```(?:tool_code|python)?\s*", "", stripped).strip()
+    stripped = re.sub(r"(<\|eot_id\|>|<\|eot\|>|<end_of_turn>|```)\s*$", "", text.strip()).strip()
+    stripped = re.sub(r"^(```(?:tool_code|python)?|<\|python_start\|>)\s*", "", stripped).strip()
+    stripped = stripped.removesuffix("<|python_end|>").strip()
     if not re.match(r"\[\s*[A-Za-z_][\w.]*\s*\(", stripped):
         return
     try:
@@ -154,12 +158,21 @@ def _pythonic(text: str) -> Iterator[Call | Malformed]:
             yield Malformed(why=f"got {_quoted(ast.unparse(node))}, expected `name(key=value)`")
             continue
         try:
-            arguments = {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in node.keywords}
-            json.dumps(arguments, allow_nan=False)
+            arguments = {str(keyword.arg): ast.literal_eval(_Constants().visit(keyword.value)) for keyword in node.keywords}
+            arguments = json.loads(json.dumps(arguments, allow_nan=False))
         except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
             yield Malformed(why=f"got {_quoted(ast.unparse(node))}, expected plain values as arguments")
             continue
         yield Call(name=ast.unparse(node.func), arguments=arguments)
+
+
+class _Constants(ast.NodeTransformer):
+    """JSON's constants among Python's."""
+
+    _MEANT: Mapping[str, Any] = {"true": True, "false": False, "null": None}
+
+    def visit_Name(self, node: ast.Name) -> ast.expr:
+        return ast.Constant(self._MEANT[node.id]) if node.id in self._MEANT else node
 
 
 _READERS: Mapping[ToolFormat, Callable[[str], Iterator[Call | Malformed]]] = {

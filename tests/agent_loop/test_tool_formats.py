@@ -139,6 +139,26 @@ def test_other_spellings_are_read() -> None:
     assert read_calls("```tool_code\n[add(a=1, b='two')]\n```", F.PYTHONIC) == [ADD]
 
 
+def test_more_spellings_that_models_were_trained_on_are_read() -> None:
+    for text in (
+        '[TOOL_CALLS]add{"a": 1, "b": "two"}',
+        '[TOOL_CALLS]add[CALL_ID]abc123456[ARGS]{"a": 1, "b": "two"}',
+        '[TOOL_CALLS]{"name": "add", "arguments": {"a": 1, "b": "two"}}',
+        'I see. [TOOL_CALLS]add{"a": 1, "b": "two"}</s>',
+    ):
+        assert read_calls(text, F.MISTRAL) == [ADD], text
+    assert read_calls('[TOOL_CALLS]add{"a": 1, "b": "two"}[TOOL_CALLS]add{"a": 1, "b": "two"}', F.MISTRAL) == [ADD, ADD]
+    assert read_calls("<|python_start|>[add(a=1, b='two')]<|python_end|><|eot|>", F.PYTHONIC) == [ADD]
+    one = '{"name": "add", "parameters": {"a": 1, "b": "two"}}'
+    assert read_calls(f"{one}\n{one};{one} ;\n{one}", F.LLAMA3) == [ADD] * 4
+
+
+def test_arguments_of_a_pythonic_call_are_what_json_has() -> None:
+    """A tuple is no array to a JSON schema."""
+    (found,) = read_calls("[add(a=(1, 2), b=true, c=[null, {1: false}])]", F.PYTHONIC)
+    assert found == Call(name="add", arguments={"a": [1, 2], "b": True, "c": [None, {"1": False}]})
+
+
 def test_code_in_a_pythonic_call_is_not_run() -> None:
     (found,) = read_calls("[add(a=__import__('os').getpid())]", F.PYTHONIC)
     assert isinstance(found, Malformed)
