@@ -1,5 +1,5 @@
-"""vLLM's own parsers of tool calls, asked in a process of their own: `[[parser, reply], …]` as JSON on stdin, what each reads of
-its reply as JSON on the last line of stdout: `[[name, arguments], …]`, arguments as the parser has them (text)."""
+"""vLLM's own parsers of tool calls, asked in a process of their own: `[[parser, reply], …]` as JSON on stdin, what each reads
+of its reply as JSON on the last line of stdout: `[[name, arguments], …]`, arguments as the parser has them (text)."""
 
 from __future__ import annotations
 
