@@ -6,17 +6,22 @@ cut off keeps what it had reached. What may be attempted is the row's (`extra_in
 
 from __future__ import annotations
 
-import math
+import functools
+import importlib.util
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Self
 
 from agent_loop.environment import Step
 from agent_loop.errors import LoopError
-from agent_loop.rewards.gym import import_reasoning_gym, reasoning_gym
+from agent_loop.rewards.scoring_thread import ScoringThread
+from agent_loop.rewards.weighted import Part, Weighted
 from agent_loop.task import Task
+from configs.schema import RewardSettings
 
 MAX_ATTEMPTS = 1000
+SCORE_TIMEOUT_S = 10.0
+"""Of one answer; shorter than a step's (`tools.timeout_s`), so that a scorer that spins is told from other delays."""
 _ENTRY_KEY = "episode"
 
 
@@ -53,39 +58,58 @@ class Episode:
         return self.feedback.replace("{left}", str(self.attempts - attempt)).replace("{attempts}", str(self.attempts))
 
 
+@dataclass(slots=True, kw_only=True)
+class Standing:
+    """How far an episode has come. Pure."""
+
+    episode: Episode
+    attempt: int = 0
+    best: float = 0.0
+    """Of the attempts so far, each discounted."""
+
+    def take(self, score: float) -> Step:
+        """What the next attempt, of this score, led to: over when the score is 1 or no attempt is left."""
+        self.attempt += 1
+        is_solved = score >= 1.0
+        gained = max(0.0, score * self.episode.discount ** (self.attempt - 1) - self.best)
+        self.best += gained
+        is_over = is_solved or self.attempt == self.episode.attempts
+        parts = {"attempts": float(self.attempt), "solved": float(is_solved), "score": score}
+        if self.attempt == 1:
+            parts["first_score"] = score
+        return Step(observation="" if is_over else self.episode.says(self.attempt), reward=gained, done=is_over, parts=parts)
+
+
 class ReasoningGym:
-    """Implements Environment: `rollouter.environment=agent_loop.gym_environment:ReasoningGym`. Blocking."""
+    """Implements Environment: `rollouter.environment=agent_loop.gym_environment:ReasoningGym`."""
 
     def __init__(self) -> None:
         """Raises LoopError where reasoning-gym is not installed."""
-        try:
-            import_reasoning_gym()
-        except ImportError as error:
-            raise LoopError(f"rollouter.environment: reasoning_gym does not import: {error}") from error
+        if importlib.util.find_spec("reasoning_gym") is None:
+            raise LoopError("rollouter.environment: reasoning_gym is not installed")
+        self._scorers = _scorers()
 
     def reset(self, task: Task) -> str:
         """Nothing is added to the question in the messages. Raises LoopError for a row that asks for what is not."""
         told = task.extra_info.get(_ENTRY_KEY) or {}
         if not isinstance(told, Mapping):
             raise LoopError(f"task {task.task_id}: extra_info.{_ENTRY_KEY}: got {told!r}, expected a mapping")
-        self._episode = Episode.of(told)
+        self._standing = Standing(episode=Episode.of(told))
         self._task = task
-        self._attempt = 0
-        self._best = 0.0
         return ""
 
-    def step(self, action: str) -> Step:
-        """Over when the score is 1 or no attempt is left. Raises RewardError, BadGroundTruth."""
-        task, episode = self._task, self._episode
-        self._attempt += 1
-        score = reasoning_gym(task.data_source, action, task.ground_truth, task.extra_info)
-        if not math.isfinite(score):
-            raise LoopError(f"task {task.task_id}: got a score of {score} from {task.data_source}, expected a finite number")
-        is_solved = score >= 1.0
-        gained = max(0.0, score * episode.discount ** (self._attempt - 1) - self._best)
-        self._best += gained
-        is_over = is_solved or self._attempt == episode.attempts
-        parts = {"attempts": float(self._attempt), "solved": float(is_solved), "score": score}
-        if self._attempt == 1:
-            parts["first_score"] = score
-        return Step(observation="" if is_over else episode.says(self._attempt), reward=gained, done=is_over, parts=parts)
+    async def step(self, action: str) -> Step:
+        """Raises RewardError, BadGroundTruth."""
+        task = self._task
+        score = await self._scorers.score(
+            data_source=task.data_source, solution_str=action, ground_truth=task.ground_truth, extra_info=task.extra_info
+        )
+        return self._standing.take(score.value)
+
+
+@functools.lru_cache(maxsize=1)
+def _scorers() -> ScoringThread:
+    """Scorers evaluate what a model wrote, which may spin or fill the memory: they run in the processes of rewards."""
+    settings = RewardSettings(timeout_s=SCORE_TIMEOUT_S)
+    part = Part(function="agent_loop.rewards.gym_scorer:score")
+    return ScoringThread(lambda: Weighted.open({"": part}, settings), name="reasoning-gym")

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -13,9 +15,10 @@ from hypothesis import strategies as st
 
 from agent_loop import gym_environment
 from agent_loop.engine import SamplingParams
-from agent_loop.errors import BadGroundTruth, LoopError
-from agent_loop.gym_environment import Episode, ReasoningGym
+from agent_loop.errors import BadGroundTruth, LoopError, RewardError
+from agent_loop.gym_environment import Episode, ReasoningGym, Standing
 from agent_loop.loop import LoopSetup, load_agent_loop
+from agent_loop.rewards.gym import import_reasoning_gym
 from agent_loop.session import Session, Trajectory
 from agent_loop.task import Task
 from configs.schema import ToolSettings
@@ -107,17 +110,31 @@ async def test_a_row_of_another_release_is_the_rows_fault() -> None:
         await played(task, "7")
 
 
+async def test_an_answer_that_spins_in_its_scorer_costs_a_process_and_not_the_rollouter(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """B98: the family evaluates what the model wrote; a huge power would hold this process and its lock for hours."""
+    monkeypatch.setattr(gym_environment, "SCORE_TIMEOUT_S", 3.0)
+    gym_environment._scorers.cache_clear()
+    try:
+        source = "reasoning_gym:countdown?size=3&seed=3&min_numbers=3&max_numbers=3"
+        row = open_reasoning_gym(source).raw(0)
+        task = replace(task_of(), ground_truth=row["ground_truth"], extra_info=row["extra_info"])
+        with pytest.raises(RewardError, match=r"took longer than reward\.timeout_s=3"):
+            await played(task, "<answer>9**9**9**9</answer>")
+        got, _ = await played(task, f"<answer>{task.ground_truth}</answer>")
+        assert got.reward == 1.0
+    finally:
+        await asyncio.to_thread(gym_environment._scorers().close)
+        gym_environment._scorers.cache_clear()
+
+
 @given(st.lists(st.sampled_from([0.0, 0.01, 0.5, 0.99, 1.0]), min_size=1, max_size=6), st.sampled_from([0.0, 0.3, 1.0]))
 def test_the_rewards_of_the_steps_add_up_to_the_best_attempt(scores: list[float], discount: float) -> None:
-    task = task_of(episode={"attempts": len(scores), "discount": discount})
-    left = list(scores)
-    environment = ReasoningGym()
-    environment.reset(task)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(gym_environment, "reasoning_gym", lambda *_: left.pop(0))
-        steps = [environment.step("")]
-        while not steps[-1].done:
-            steps.append(environment.step(""))
+    standing = Standing(episode=Episode(attempts=len(scores), discount=discount))
+    steps = [standing.take(scores[0])]
+    while not steps[-1].done:
+        steps.append(standing.take(scores[len(steps)]))
     taken = scores[: len(steps)]
     assert sum(step.reward for step in steps) == pytest.approx(max(s * discount**k for k, s in enumerate(taken)))
     assert all(step.reward >= 0 for step in steps)
@@ -129,16 +146,16 @@ def test_feedback_with_braces_of_its_own_is_shown_as_it_is() -> None:
     assert Episode(feedback="{no} {left}").says(1) == "{no} 2"
 
 
-def test_environments_are_made_in_many_threads_at_once() -> None:
+def test_reasoning_gym_is_imported_in_many_threads_at_once() -> None:
     failures: list[BaseException] = []
 
-    def make() -> None:
+    def load() -> None:
         try:
-            ReasoningGym().reset(task_of())
+            import_reasoning_gym()
         except BaseException as error:  # noqa: BLE001 - the test reports it
             failures.append(error)
 
-    threads = [threading.Thread(target=make) for _ in range(16)]
+    threads = [threading.Thread(target=load) for _ in range(16)]
     for thread in threads:
         thread.start()
     for thread in threads:
