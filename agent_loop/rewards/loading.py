@@ -15,7 +15,7 @@ import threading
 from collections.abc import AsyncIterator, Callable, Mapping
 from concurrent.futures import Future
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
 from typing import Any, Protocol
@@ -60,9 +60,10 @@ class Reward:
     path: str
     function: Callable[..., Any]
 
-    @property
-    def form(self) -> Form:
-        return form_of(self.function)
+    form: Form = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "form", form_of(self.function))  # found out once: it takes longer than a cheap reward
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:

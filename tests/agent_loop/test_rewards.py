@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import threading
 from pathlib import Path
 from typing import Any
@@ -156,3 +157,24 @@ def test_a_path_that_leads_nowhere_says_so(path: str, words: str | None) -> None
         return
     with pytest.raises(RewardError, match=words):
         load_reward(path)
+
+
+async def test_how_a_function_is_called_is_found_out_once() -> None:
+    """B162: looking at a signature takes longer than a cheap reward does."""
+    looked = 0
+
+    class Watched:
+        @property
+        def __signature__(self) -> inspect.Signature:
+            nonlocal looked
+            looked += 1
+            return inspect.signature(exact_match)
+
+        def __call__(self, data_source: str, solution_str: str, ground_truth: Any, extra_info: Any) -> float:
+            return 1.0
+
+    reward = Reward(path="test:function", function=Watched())
+    before = looked
+    for _ in range(3):
+        assert (await reward.score(data_source="test", solution_str="7", ground_truth="7", extra_info={})).value == 1.0
+    assert looked == before > 0
