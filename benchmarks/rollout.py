@@ -4,10 +4,10 @@ those of vLLM asked directly, and trajectories per second where the engine costs
     python -m benchmarks.rollout [--quick] [--json] [--in-flight N] [--rounds N]
 
 One real vLLM server of a small model with random weights. The same requests, always so many at once, go to it in three ways
-that take turns: plain HTTP requests whose answers are read and thrown away; whole attempts as the rollouter plays them (session,
-seat, request, answer checked and turned into columns, reward, sample); and such attempts by a program that asks the gateway's
-`/v1/chat/completions` (the program's side of HTTP included). Then a fake engine that answers after a given time has 1,000
-rollouts in flight. Ratios are medians over the rounds of one run.
+that take turns: plain HTTP requests whose answers are read and thrown away; whole attempts as the rollouter plays them
+(session, seat, request, answer checked and turned into columns, reward, sample); and such attempts by a program that asks
+`/v1/chat/completions` of the gateway, with the program's side of HTTP counted in. Then a fake engine that answers after a given
+time has 1,000 rollouts in flight. Ratios are medians over the rounds of one run.
 """
 
 from __future__ import annotations
