@@ -92,6 +92,7 @@ class ProgressLog:
         self._kept: dict[Place, Kept] = {}
         self._rewrite: Rewrite | None = None
         self._open: dict[Place, Recording] = {}
+        self._put_off: list[tuple[Place, Entry]] = []
         self._noticed_at = -NOTICE_S
 
     def start(self, continued: Mapping[Place, Progress]) -> None:
@@ -115,7 +116,7 @@ class ProgressLog:
         before = self.found.pop(place, None)
         if before is None:
             began = Began(attempt=attempt, incarnation=held.incarnation, policy_version=held.policy_version)
-            self._append(place, began)
+            self._put_by(place, began)
             recording = Recording(self, place, began=began, restored=())
         else:
             recording = Recording(self, place, began=before.began, restored=tuple(before.pieces))
@@ -127,16 +128,41 @@ class ProgressLog:
         recording = self._open.pop(place, None)
         if recording is not None:
             recording.is_over = True
-            self._append(place, Over())
-            for seats in (self._kept, self._rewrite.seats if self._rewrite is not None else {}):
-                seats.pop(place, None)  # also when that could not be written
+            self._put_by(place, Over())
             self._compact()
 
     def write(self, place: Place, entry: Entry) -> None:
+        """It survives this process once this returns, and so does all that was begun and ended before."""
         self._append(place, entry)
+
+    def flush(self) -> None:
+        """Write what was put off: beginnings and ends, which go with the next entry of another kind, or at the end of this turn
+        of the event loop. A death in between finds an attempt that had nothing, or one that the journal knows to be over."""
+        entries, self._put_off = self._put_off, []
+        if self._log is None or not entries:
+            return
+        payloads = [encode_entry(place, entry) for place, entry in entries]
+        try:
+            offsets = self._log.append_all(payloads)
+        except OSError as error:
+            for seats in (self._kept, self._rewrite.seats if self._rewrite is not None else {}):
+                for place, entry in entries:
+                    if isinstance(entry, Over):
+                        seats.pop(place, None)
+            self._fail(error)
+            return
+        for (place, entry), payload, offset in zip(entries, payloads, offsets, strict=True):
+            note(self._kept, place, entry, offset=offset, num_bytes=len(payload))
+        if self._rewrite is not None:
+            try:
+                for (place, entry), payload in zip(entries, payloads, strict=True):
+                    self._rewrite.take(place, entry, payload)
+            except OSError as error:
+                self._give_up(error)
 
     def close(self) -> None:
         """Write nothing any more; what was begun may be continued by the next process."""
+        self.flush()
         for recording in self._open.values():
             recording.is_over = True
         self._open.clear()
@@ -150,20 +176,19 @@ class ProgressLog:
     # ── inside ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _append(self, place: Place, entry: Entry) -> None:
-        if self._log is None:
-            return
-        payload = encode_entry(place, entry)
-        try:
-            offset = self._log.append(payload)
-        except OSError as error:
-            self._fail(error)
-            return
-        note(self._kept, place, entry, offset=offset, num_bytes=len(payload))
-        if self._rewrite is not None:
+        """Write the entry, with those that were put off before."""
+        self._put_off.append((place, entry))
+        self.flush()
+
+    def _put_by(self, place: Place, entry: Entry) -> None:
+        """Write the entry with the next one, or at the end of this turn of the event loop."""
+        if not self._put_off:
             try:
-                self._rewrite.take(place, entry, payload)
-            except OSError as error:
-                self._give_up(error)
+                asyncio.get_running_loop().call_soon(self.flush)
+            except RuntimeError:  # no loop runs: nothing else would write it
+                self._append(place, entry)
+                return
+        self._put_off.append((place, entry))
 
     def _compact(self) -> None:
         if self._log is None or self._rewrite is not None or self._log.num_bytes < COMPACT_BYTES:
@@ -242,3 +267,4 @@ class Recording:
     def spoil(self) -> None:
         if not self.is_over:
             self._progress.end(self._place)
+            self._progress.flush()  # before what cannot be played again

@@ -34,6 +34,8 @@ _HEAD = struct.Struct("<4sIQ")
 _LENGTH = struct.Struct("<I")
 HEAD_BYTES = _HEAD.size
 _READ_BYTES = 1 << 20
+_MAX_PARTS = 512
+"""Of one write; the system takes 1,024."""
 
 
 class RecordLog:
@@ -62,6 +64,21 @@ class RecordLog:
         """Write one record made of `parts` and return its offset. Raises OSError; the file is then as it was before."""
         length = sum(memoryview(part).nbytes for part in parts)
         return self._write([_HEAD.pack(_MARK, length, _checksum(length, parts, self._seed)), *parts], HEAD_BYTES + length)
+
+    def append_all(self, payloads: Sequence[Buffer]) -> list[int]:
+        """Write a record for each payload, all of them at once, and return their offsets. Raises OSError, as `append` does."""
+        parts: list[Buffer] = []
+        offsets: list[int] = []
+        end = self._end
+        for payload in payloads:
+            length = memoryview(payload).nbytes
+            parts += (_HEAD.pack(_MARK, length, _checksum(length, (payload,), self._seed)), payload)
+            offsets.append(end)
+            end += HEAD_BYTES + length
+        if len(parts) > _MAX_PARTS:
+            parts = [b"".join(parts)]
+        self._write(parts, end - self._end)
+        return offsets
 
     def read(self, offset: int) -> bytes:
         """Payload of the record at `offset`. Raises JournalDamaged."""

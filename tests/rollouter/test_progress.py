@@ -294,6 +294,33 @@ async def test_the_file_is_written_anew_in_portions_while_rollouts_go_on(
     log.close()
 
 
+async def test_beginnings_and_ends_go_with_the_next_piece_or_at_the_end_of_the_turn(tmp_path: Path) -> None:
+    """B160: five hundred rollouts that begin at once are one write; what is asked for and what came is written at once."""
+    path = tmp_path / "progress.log"
+    log = open_log(path)
+    size = path.stat().st_size
+    first = log.begin(A, 0, HELD)
+    for number in range(500):
+        log.begin((f"g{number}", 0), 0, HELD)
+    assert path.stat().st_size == size
+    first.add(shown(1))
+    assert len(read_progress(path)) == 501
+    assert tokens_of(path)[A] == [plain(shown(1))]
+    log.end(A)
+    assert A in read_progress(path)
+    await asyncio.sleep(0)
+    assert A not in read_progress(path)
+    second = log.begin(A, 1, HELD)
+    second.asked(7)
+    assert read_progress(path)[A].num_asked == 7
+    second.spoil()
+    assert A not in read_progress(path)
+    log.begin(A, 2, HELD)
+    log.close()
+    assert read_progress(path)[A].began.attempt == 2
+    await asyncio.sleep(0)
+
+
 def test_a_death_while_the_file_is_written_anew_leaves_the_one_before(tmp_path: Path) -> None:
     path = tmp_path / "progress.log"
     log = open_log(path)

@@ -5,7 +5,7 @@ import tempfile
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sample_bus.errors import JournalDamaged, JournalError
@@ -120,3 +120,15 @@ def test_log_that_is_used_again_is_read_while_it_is_written(tmp_path: Path) -> N
     log.append(b"third")
     assert [payload for _, payload in reader] == [b"second", b"third"]
     log.close()
+
+
+@given(st.lists(st.binary(max_size=40), max_size=700))
+@settings(max_examples=30)
+def test_records_written_together_stand_as_those_written_one_by_one(payloads: list[bytes]) -> None:
+    with tempfile.TemporaryDirectory() as directory:
+        together, apart = RecordLog(Path(directory) / "together"), RecordLog(Path(directory) / "apart")
+        assert together.append_all(payloads) == [apart.append(payload) for payload in payloads]
+        assert together.append(b"next") == apart.append(b"next")
+        assert together.path.read_bytes() == apart.path.read_bytes()
+        together.close()
+        apart.close()
