@@ -51,12 +51,13 @@ async def serve_rollouts(
     """Play rollouts, so many at once, until the run is over.
 
     Its address is taken from the environment (a program that the rollouter started has it there) or from `address_file`, the
-    run's `gateway.json`. What `play` raises fails its rollout and no other one. Raises GatewayLost.
+    run's `gateway.json`, which is read again where nobody answers: a rollouter that comes again listens elsewhere. What `play` raises fails its rollout and no other one. Raises GatewayLost.
     """
-    url, token = _address(address_file)
+    if address_file is None:
+        _address(None)
     timeout = aiohttp.ClientTimeout(total=None, sock_connect=10, sock_read=120)
     async with aiohttp.ClientSession(timeout=timeout, connector=aiohttp.TCPConnector(limit=0)) as http:
-        workers = [asyncio.create_task(_work(http, url, token, play)) for _ in range(concurrency)]
+        workers = [asyncio.create_task(_work(http, address_file, play)) for _ in range(concurrency)]
         try:
             await asyncio.gather(*workers)
         finally:
@@ -75,16 +76,19 @@ def _address(file: str | os.PathLike[str] | None) -> tuple[str, str]:
         raise GatewayLost(f"no gateway: {error.args[0]} is not set, and no address_file was given") from None
 
 
-async def _work(http: aiohttp.ClientSession, url: str, token: str, play: Callable[[Rollout], Awaitable[Reward]]) -> None:
+async def _work(
+    http: aiohttp.ClientSession, address_file: str | os.PathLike[str] | None, play: Callable[[Rollout], Awaitable[Reward]]
+) -> None:
     silent_since: float | None = None
     clock = asyncio.get_running_loop().time
     while True:
         try:
+            url, token = _address(address_file)
             status, found, wait_s = await _post(http, f"{url}/sessions", token, {})
-        except (aiohttp.ClientError, TimeoutError, OSError) as error:
+        except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as error:  # ValueError: no address, no answer of ours
             silent_since = silent_since or clock()
             if clock() - silent_since > _PATIENCE_S:
-                raise GatewayLost(f"{url} did not answer for {_PATIENCE_S:g} s: {error}") from error
+                raise GatewayLost(f"no gateway answered for {_PATIENCE_S:g} s: {error!r}") from error
             await asyncio.sleep(1.0)
             continue
         silent_since = None
