@@ -51,7 +51,8 @@ async def serve_rollouts(
     """Play rollouts, so many at once, until the run is over.
 
     Its address is taken from the environment (a program that the rollouter started has it there) or from `address_file`, the
-    run's `gateway.json`, which is read again where nobody answers: a rollouter that comes again listens elsewhere. What `play` raises fails its rollout and no other one. Raises GatewayLost.
+    run's `gateway.json`, which is read each time: a rollouter that comes again listens elsewhere. What `play` raises fails its
+    rollout and no other one. Raises GatewayLost.
     """
     if address_file is None:
         _address(None)
