@@ -59,7 +59,7 @@ class Outcomes:
         if name is None:
             return
         known = self._newest.get(name.task_id)
-        if known is None or _rank(known.name) < _rank(name):
+        if known is None or (known.name != name and _rank(known.name) < _rank(name)):
             replays = 0 if known is None else known.num_replays
             known = self._newest[name.task_id] = Outcome(name=name, num_replays=replays)
             self._newest.move_to_end(name.task_id)
