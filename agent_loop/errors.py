@@ -84,5 +84,9 @@ class Diverged(LoopError):
 
 
 def words_of(error: BaseException) -> str:
-    """`KeyError: 'x'`, in one line."""
-    return " ".join(f"{type(error).__name__}: {error}".split())
+    """`KeyError: 'x'`, in one line that can be written anywhere."""
+    try:
+        words = str(error)
+    except Exception as raised:  # noqa: BLE001 - an error of somebody else's class
+        words = f"its words raise {type(raised).__name__}"
+    return " ".join(f"{type(error).__name__}: {words}".split()).encode(errors="backslashreplace").decode()

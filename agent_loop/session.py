@@ -8,7 +8,6 @@ its recorded pieces ends up as if it had never been interrupted.
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import replace
@@ -24,6 +23,7 @@ from agent_loop.errors import AgentLoopError, Diverged, EngineUnavailable, LoopE
 from agent_loop.progress import Noted, Piece, Recorder, Rewound, Sampled, Shown, Unrecorded
 from agent_loop.slices import Slices
 from agent_loop.trajectory import Segment, Trajectory, assemble
+from configs.limits import MAX_REWARD
 
 __all__ = ["Session", "TextCodec", "Trajectory", "join", "session_of"]
 
@@ -178,11 +178,13 @@ class Session:
             self._segment.add(kept)
 
     def reward_turn(self, value: float) -> None:
-        """Add a dense reward at the last token of the last turn. Raises LoopError before any turn, or for no finite number."""
+        """Add a dense reward at the last token of the last turn. Raises LoopError before any turn, or for no finite number of
+        at most MAX_REWARD in size."""
         if self._rewarded is None:
             raise LoopError(f"rollout {self.rollout_id}: a reward was given before any turn")
-        if not math.isfinite(value):
-            raise LoopError(f"rollout {self.rollout_id}: got a turn's reward of {value}, expected a finite number")
+        if not abs(value) <= MAX_REWARD:  # nor is nan
+            words = f"got a turn's reward of {value}, expected a finite number of at most {MAX_REWARD:g} in size"
+            raise LoopError(f"rollout {self.rollout_id}: {words}")
         segment, token = self._rewarded
         segment.rewards.append((token, float(value)))
 

@@ -55,13 +55,14 @@ class _Lines:
         self._num_lost = 0
 
     def msg(self, line: str) -> None:
+        line = line.encode(errors="backslashreplace").decode()  # half a surrogate is no text that can be written
         with self._lock:
             try:
                 if self._num_lost:
                     self._out.write(f"{self._num_lost} lines of this log could not be written\n")
                 self._out.write(f"{line}\n")
                 self._out.flush()
-            except OSError:
+            except (OSError, UnicodeError):
                 self._num_lost += 1
             else:
                 self._num_lost = 0
@@ -78,4 +79,15 @@ def _name(daemon: str) -> Any:
 
 
 def _json(event: Any, **_: Any) -> str:
-    return orjson.dumps(event, default=str, option=orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS).decode()
+    try:
+        return orjson.dumps(event, default=str, option=orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS).decode()
+    except TypeError:  # half a surrogate, a number beyond 64 bits, a value that does not tell itself: no log ends a run
+        return orjson.dumps({_plain(key): _plain(value) for key, value in event.items()}).decode()
+
+
+def _plain(value: Any) -> str:
+    try:
+        text = str(value)
+    except Exception as error:  # noqa: BLE001 - a value of somebody else's class
+        text = f"<{type(value).__name__} whose words raise {type(error).__name__}>"
+    return text.encode(errors="backslashreplace").decode()

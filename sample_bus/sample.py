@@ -17,6 +17,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from configs.limits import MAX_REWARD
 from sample_bus.errors import WireError
 
 NO_VERSION = -1
@@ -173,8 +174,9 @@ class Sample:
         self._check_tokens()
         self._check_segments(self.num_tokens)
         self._check_figures()
-        if not math.isfinite(self.reward):
-            raise WireError(f"reward: got {self.reward}, expected a finite number (rollout {self.rollout_id})")
+        if not abs(self.reward) <= MAX_REWARD:  # nor is nan
+            expected = f"expected a finite number of at most {MAX_REWARD:g} in size"
+            raise WireError(f"reward: got {self.reward}, {expected} (rollout {self.rollout_id})")
         if not (math.isfinite(self.temperature) and self.temperature > 0):
             raise WireError(f"temperature: got {self.temperature}, expected a positive number (rollout {self.rollout_id})")
         if not 0 <= self.seat < self.group_size:
@@ -205,10 +207,10 @@ class Sample:
             )
         if len(starts) > 1 and self.loss_mask[self.segment_starts].any():
             raise WireError(f"loss_mask: got 1 where a segment begins, which nothing predicts (rollout {self.rollout_id})")
-        if self.token_rewards.size and not np.isfinite(self.token_rewards).all():
-            at = int(np.flatnonzero(~np.isfinite(self.token_rewards))[0])
+        if self.token_rewards.size and not (fits := np.abs(self.token_rewards) <= MAX_REWARD).all():
+            at = int(np.flatnonzero(~fits)[0])
             got = f"token_rewards[{at}]: got {self.token_rewards[at]}"
-            raise WireError(f"{got}, expected a finite number (rollout {self.rollout_id})")
+            raise WireError(f"{got}, expected a finite number of at most {MAX_REWARD:g} in size (rollout {self.rollout_id})")
 
     def _check_figures(self) -> None:
         for name, figures, kind in (("reward_parts", self.reward_parts, float), ("counts", self.counts, int)):

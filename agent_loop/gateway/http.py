@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import orjson
 from aiohttp import web
 
 from agent_loop.gateway.asks import Refusal
+from configs.limits import MAX_REWARD
 
 MAX_BODY_BYTES = 16 << 20
 _MAX_PARTS = 64
@@ -59,4 +59,4 @@ def read_reward(body: Any) -> tuple[float, dict[str, float]]:
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= MAX_REWARD

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from agent_loop.errors import RewardError, Unscored
+from configs.limits import MAX_REWARD
 
 MAX_TURN_REWARDS = 1 << 20
 """More turns than any rollout has."""
@@ -85,8 +86,8 @@ def _number(value: Any, path: str) -> float:
         score = float(value)
     except (TypeError, ValueError, OverflowError) as error:
         raise RewardError(f"reward {path}: got {type(value).__name__}, expected a number") from error
-    if not math.isfinite(score):
-        raise RewardError(f"reward {path}: got {score}, expected a finite number")
+    if not abs(score) <= MAX_REWARD:  # nor is nan
+        raise RewardError(f"reward {path}: got {score}, expected a finite number of at most {MAX_REWARD:g} in size")
     return score
 
 

@@ -52,7 +52,7 @@ def test_numbers_and_dicts_with_a_score_are_scores(value: Any, expected: float) 
 
 
 @pytest.mark.parametrize(
-    "value", [None, "1.0", b"1", float("nan"), float("inf"), {}, {"acc": 1.0}, {"score": None}, [1.0], object()]
+    "value", [None, "1.0", b"1", float("nan"), float("inf"), 1e39, -1e13, {}, {"acc": 1.0}, {"score": None}, [1.0], object()]
 )
 def test_anything_else_is_an_error_and_never_0(value: Any) -> None:
     """B102"""

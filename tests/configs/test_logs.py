@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import io
 import json
+import tempfile
+from typing import Any
 
+import pytest
 import structlog
 
 from configs.logs import set_up
@@ -50,4 +53,30 @@ def test_a_log_that_cannot_be_written_ends_no_run_and_says_later_what_it_lost() 
     lost, line = out.getvalue().splitlines()
     assert lost == "3 lines of this log could not be written"
     assert json.loads(line)["step"] == 3
+    structlog.reset_defaults()
+
+
+class Silent:
+    """Does not tell what it is."""
+
+    def __repr__(self) -> str:
+        raise RuntimeError("no")
+
+
+@pytest.mark.parametrize("form", ["json", "console"])
+@pytest.mark.parametrize("value", [chr(0xD800), {"name": chr(0xDFFF)}, 1 << 70, b"\xff", "\0"])
+def test_whatever_a_model_wrote_can_be_logged(value: object, form: Any) -> None:
+    with tempfile.TemporaryFile("w+", encoding="utf-8") as out:
+        set_up(LoggingSettings(format=form), daemon="rollouter", stream=out)
+        structlog.get_logger().warning("call refused", words=value)
+        out.seek(0)
+        assert "call refused" in out.read()
+    structlog.reset_defaults()
+
+
+def test_a_value_that_does_not_tell_itself_ends_no_run() -> None:
+    out = io.StringIO()
+    set_up(LoggingSettings(format="json"), daemon="rollouter", stream=out)
+    structlog.get_logger().warning("call refused", words=Silent())
+    assert "Silent whose words raise RuntimeError" in json.loads(out.getvalue())["words"]
     structlog.reset_defaults()

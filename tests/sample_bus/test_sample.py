@@ -94,6 +94,8 @@ def test_validate_accepts_exactly_what_the_invariant_allows(
         ({"segment_starts": np.array([0, 4], np.int32)}, "loss_mask: got 1 where a segment begins"),
         ({"token_rewards": np.zeros(4, np.float32)}, r"token_rewards: got float32\[4\], expected float32\[0\] or"),
         ({"token_rewards": np.array([0, 0, np.nan, 0, 0], np.float32)}, r"token_rewards\[2\]: got nan"),
+        ({"token_rewards": np.array([0, 0, 2e12, 0, 0], np.float32)}, r"token_rewards\[2\]: got 1999999991808"),
+        ({"reward": 1e39}, r"reward: got 1e\+39, expected a finite number of at most 1e\+12"),
         ({"reward_parts": {"format": float("inf")}}, r"reward_parts\[format\]: got inf"),
         ({"reward_parts": {"": 1.0}}, "reward_parts: got the name ''"),
         ({"counts": {"tools": 1.0}}, r"counts\[tools\]: got 1.0, expected a finite int"),
