@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import itertools
 import os
 import random
 from collections import Counter
@@ -16,6 +17,7 @@ import structlog
 
 from agent_loop.session import Session
 from agent_loop.task import Task
+from rollouter import dispatch
 from rollouter.admission import Hold
 from rollouter.bookkeeping import Bookkeeper
 from rollouter.errors import AllQuarantined, DataError, TooManyFailures
@@ -490,3 +492,30 @@ async def test_engine_of_a_dead_process_is_asked_under_new_attempt_numbers(tmp_p
         desk.start()
         await _noted(desk, 4)
     assert [record.attempt for record in stream.records if record.seat == 1] == [1]
+
+
+async def test_groups_are_admitted_in_portions_and_the_loop_has_its_turns_in_between(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """B160: a step's rollouts do not all begin in one turn of the event loop; all of them begin nevertheless."""
+    monkeypatch.setattr(dispatch, "PORTION_S", 0.0)
+    gate = asyncio.Event()
+
+    async def hold(call: Call) -> None:
+        await gate.wait()
+
+    engine, producer = await engine_at(0, before_reply=hold), FakeProducer(Stream())
+    settings = desk_settings(tmp_path, rollouter={"max_concurrent_rollouts": 500})
+    async with open_desk(settings, producer, engine, num_samples_needed=500) as desk:
+        desk.start()
+        admitted = [0]
+        async with asyncio.timeout(60):
+            while engine.num_running < 500:
+                await asyncio.sleep(0)
+                admitted.append(len(desk.books.open_groups))
+        assert max(after - before for before, after in itertools.pairwise(admitted)) == 1
+        assert admitted[-1] == 125
+        gate.set()
+        desk.drain()
+        await desk.ended()
+    assert len(producer.stream.records) == 500
