@@ -10,13 +10,16 @@ from configs.errors import ConfigError
 from configs.loader import dump
 from configs.schema import Settings
 
-AGREED_KEYS = ("group_size", "num_steps")
+AGREED_KEYS = ("group_size", "num_steps", "weight_sync.lora")
+ADAPTER_KEYS = ("trainer.lora_rank", "trainer.lora_alpha", "trainer.lora_targets")
+"""Where engines are given adapters alone, they make room for a rank and apply alpha / rank by themselves."""
 
 
 def agreed_values(settings: Settings) -> dict[str, Any]:
     """Dotted key to value of what both daemons must hold alike."""
     values = dump(settings)
-    return {key: values[key] for key in AGREED_KEYS}
+    keys = (*AGREED_KEYS, *ADAPTER_KEYS) if settings.weight_sync.lora == "adapter" else AGREED_KEYS
+    return {key: values[key] for key in keys}
 
 
 def check_agreement(settings: Settings, trainers: Mapping[str, Any]) -> None:
