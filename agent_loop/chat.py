@@ -8,6 +8,7 @@ rewrites what came before), a new segment begins, or, with `append`, the differe
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
@@ -22,6 +23,9 @@ from agent_loop.session import Session
 Message = Mapping[str, Any]
 _STAND_IN = "Qx7Zj"
 """An assistant's turn that no template writes by itself."""
+_OBSERVED = ("user", "tool")
+_MARK = re.compile(r"Kv3Wq(\d+)qW")
+"""Stands for the content of a message: letters that a template leaves as they are."""
 _TOKENS_BEFORE = 4
 """A tokenizer may write a token in another way at the beginning of a text than behind others."""
 
@@ -95,13 +99,16 @@ class Conversation:
         *,
         tools: Sequence[Mapping[str, Any]] = (),
         history: Literal["template", "append"] = "template",
+        num_trusted: int | None = None,
     ) -> None:
-        """`tools` are their JSON schemas, as templates take them."""
+        """`tools` are their JSON schemas, as templates take them. In the first `num_trusted` messages (None: all of these)
+        special tokens are meant; in what users and tools say later they are characters."""
         self._session = session
         self._codec = chat_codec_of(session)
         self._messages = list(messages)
         self._tools = list(tools)
         self._history = history
+        self._num_trusted = len(self._messages) if num_trusted is None else num_trusted
         self._seen = ""
         """Text of the context."""
         self._end = ""
@@ -114,7 +121,7 @@ class Conversation:
     def open(self) -> None:
         """Show the first messages. Raises LoopError when the template refuses them."""
         self._seen = self._render(self._messages)
-        self._session.append(self._codec.encode(self._seen))
+        self._session.append(self._encode(self._messages, self._seen, begin=0, trusted=self._num_trusted))
 
     def took(self, turn: Generation) -> str:
         """Take a turn of the session into the conversation; its text without the token that ended it."""
@@ -129,8 +136,8 @@ class Conversation:
         the model's length. Raises LoopError when the template refuses them."""
         told = [*self._messages, *messages]
         if self._history == "append":
-            suffix = self._suffix(messages)
-            ids = self._encode(suffix, messages)
+            around, text, suffix = self._suffix(messages)
+            ids = self._encode(around, text, begin=len(text) - len(suffix), trusted=len(around) - len(messages))
             if len(ids) > self._session.room:
                 return False
             self._session.append(ids)
@@ -138,7 +145,7 @@ class Conversation:
         else:
             text = self._render(told)
             if text.startswith(self._seen):
-                ids = self._encode(text[len(self._seen) :], messages)
+                ids = self._encode(told, text, begin=len(self._seen), trusted=len(self._messages))
                 if len(ids) > self._session.room:
                     return False
                 self._session.append(ids)
@@ -150,7 +157,7 @@ class Conversation:
 
     def _rewrite(self, text: str, told: Sequence[Message]) -> bool:
         """Begin a segment with `text`, as far as the context differs from it."""
-        ids = np.array(self._encode(text, [one for one in told if one.get("role") == "tool"]), np.int32)
+        ids = np.array(self._encode(told, text, begin=0, trusted=self._num_trusted), np.int32)
         if ids.size > self._session.max_model_len:
             return False
         context = self._session.tokens
@@ -162,12 +169,13 @@ class Conversation:
         self._session.count("rewritten_histories")
         return True
 
-    def _suffix(self, messages: Sequence[Message]) -> str:
-        """What the template writes behind an assistant's turn."""
-        text = self._render([{"role": "user", "content": "x"}, {"role": "assistant", "content": _STAND_IN}, *messages])
+    def _suffix(self, messages: Sequence[Message]) -> tuple[list[Message], str, str]:
+        """(a conversation that ends with `messages`, its text, what the template writes behind the assistant's turn in it)."""
+        around: list[Message] = [{"role": "user", "content": "x"}, {"role": "assistant", "content": _STAND_IN}, *messages]
+        text = self._render(around)
         if text.count(_STAND_IN) != 1:
             raise LoopError(f"rollout {self._session.rollout_id}: the chat template does not write an assistant's turn once")
-        return text.split(_STAND_IN)[1].removeprefix(self._end)
+        return around, text, text.split(_STAND_IN)[1].removeprefix(self._end)
 
     def _render(self, messages: Sequence[Message]) -> str:
         try:
@@ -178,25 +186,44 @@ class Conversation:
                 f"rollout {self._session.rollout_id}: the chat template refused messages of {roles}: {words_of(error)}"
             ) from error
 
-    def _encode(self, text: str, messages: Sequence[Message]) -> list[int]:
-        """Token ids of `text`; special tokens that stand in the contents of `messages` are characters there."""
+    def _encode(self, messages: Sequence[Message], text: str, *, begin: int, trusted: int) -> list[int]:
+        """Token ids of `text`, the rendering of `messages`, from `begin` on. In the contents of observations behind the first
+        `trusted` messages special tokens are characters; those of the template are not, also where a content looks like them.
+
+        Raises LoopError where the template writes such a content in a way that is not known.
+        """
+        special = self._codec.special_tokens
+        contents = {
+            at: content
+            for at, message in enumerate(messages[trusted:], trusted)
+            if message.get("role") in _OBSERVED and isinstance(content := message.get("content"), str)
+            if any(token in content for token in special)
+        }
+        if not contents:
+            return self._codec.encode(text[begin:]) if begin < len(text) else []
+        marked = [{**one, "content": f"Kv3Wq{at}qW"} if at in contents else one for at, one in enumerate(messages)]
+        head, *rest = _MARK.split(self._render(marked))  # what stands around the contents, and the numbers of their messages
         ids: list[int] = []
-        at = 0
-        for message in messages:
-            content = message.get("content")
-            if not isinstance(content, str) or not any(special in content for special in self._codec.special_tokens):
-                continue
-            written = next((form for form in (content, content.strip(), _escaped(content)) if form in text[at:]), None)
-            if written is None:
+        at, pieces = 0, [(int(number), behind) for number, behind in zip(rest[::2], rest[1::2], strict=True)]
+        for number, behind in pieces:
+            found = _form(contents.get(number, ""), text, at + len(head), behind) if text.startswith(head, at) else None
+            if found is None:
                 raise LoopError(
                     f"rollout {self._session.rollout_id}: got an observation with special tokens in it, which the chat "
-                    f"template writes in another way: {content[:80]!r}"
+                    f"template writes in another way: {contents.get(number, '')[:80]!r}"
                 )
-            begin = text.index(written, at)
-            ids += self._codec.encode(text[at:begin]) if begin > at else []
-            ids += self._codec.encode_plain(written)
-            at = begin + len(written)
-        return ids + (self._codec.encode(text[at:]) if at < len(text) else [])
+            between = text[max(at, begin) : at + len(head)]
+            ids += self._codec.encode(between) if between else []
+            ids += self._codec.encode_plain(found)
+            at, head = at + len(head) + len(found), behind
+        return ids + (self._codec.encode(text[max(at, begin) :]) if max(at, begin) < len(text) else [])
+
+
+def _form(content: str, text: str, at: int, behind: str) -> str | None:
+    """How `content` is written in `text` at `at`, with `behind` behind it."""
+    forms = {content, content.strip(), content.lstrip(), content.rstrip(), json.dumps(content, ensure_ascii=False)[1:-1]}
+    fitting = [form for form in forms if text.startswith(form + behind, at)]
+    return max(fitting, key=len, default=None)
 
 
 def _text_behind(codec: ChatCodec, before: npt.NDArray[np.int32], ids: npt.NDArray[np.int32]) -> str:
@@ -204,7 +231,3 @@ def _text_behind(codec: ChatCodec, before: npt.NDArray[np.int32], ids: npt.NDArr
     head = codec.decode_whole(before.tolist())
     whole = codec.decode_whole([*before.tolist(), *ids.tolist()])
     return whole[len(head) :] if whole.startswith(head) else codec.decode_whole(ids.tolist())
-
-
-def _escaped(content: str) -> str:
-    return json.dumps(content, ensure_ascii=False)[1:-1]

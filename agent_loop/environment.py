@@ -81,9 +81,10 @@ class EnvironmentLoop:
         environment = await self._ask(self._make, "an environment's making")
         shown = await self._ask(lambda: environment.reset(task), "an environment's reset")
         messages = list(task.messages or ({"role": "user", "content": task.prompt_text},))
+        num_trusted = len(messages)
         if shown:
             messages.append({"role": "user", "content": str(shown)})
-        chat = Conversation(session, messages, history=self._settings.history)
+        chat = Conversation(session, messages, history=self._settings.history, num_trusted=num_trusted)
         chat.open()
         session.reward = 0.0
         for _ in range(self._settings.max_turns):

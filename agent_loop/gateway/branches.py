@@ -57,7 +57,7 @@ class _Talk:
         self.session = session
         self.busy = False
         self._tools = ask.tools
-        self._chat = Conversation(session, ask.messages, tools=ask.tools, history=history)
+        self._chat = Conversation(session, ask.messages, tools=ask.tools, history=history, num_trusted=0)
         self._told: list[Mapping[str, Any]] = []
         """What it was told and what it answered, as the program has it."""
 
