@@ -325,14 +325,34 @@ class WeightServer:
             self._held.append(_Held(snapshot=snapshot, memory=memory))
             retired = self._held[:-_MAX_VERSIONS]
             del self._held[:-_MAX_VERSIONS]
-            gone = {held.snapshot.policy_version for held in retired}
-            for version in gone:
-                self._deltas.forget(version)
-            self._ranks = {key: ranks for key, ranks in self._ranks.items() if key[2] not in gone}
+            for held in retired:
+                self._deltas.forget(held.snapshot.policy_version)
             self._retired += [held for held in retired if held.transfers]
         for held in retired:
             held.memory.release()
+        self._give_up_stagings()
         return before
+
+    def _give_up_stagings(self) -> None:
+        """Tell of those that some workers have ended and others cannot begin any more; those under way may still end well."""
+        with self._changed:
+            given_up = self._without_end()
+            for key in given_up:
+                del self._ranks[key]
+        for receiver, nonce, version in given_up:
+            reason = f"version {version} is not served any more, and not all workers of {receiver} had staged it"
+            self._on_failed(StageFailure(engine=receiver, nonce=nonce, policy_version=version, reason=reason))
+
+    def _without_end(self) -> list[tuple[str, str, int]]:
+        versions = {held.snapshot.policy_version for held in self._held}
+        transfers = [transfer for held in (*self._held, *self._retired) for transfer in held.transfers]
+        requests = [request for transfer in transfers for request in transfer.requests]
+        receiving = {(request.receiver, request.nonce, request.policy_version, request.rank) for request in requests}
+        return [
+            key
+            for key, ranks in self._ranks.items()
+            if key[2] not in versions and not any(other[:3] == key and other[3] not in ranks.done for other in receiving)
+        ]
 
     def _take_arena(self, policy_version: int) -> Arena:
         """Memory for a version: that of the version before last, or, while that is still read, other memory if there is enough;
@@ -478,6 +498,7 @@ class WeightServer:
     def _note_staged(self, request: StageRequest, report: SendReport, seconds: float) -> None:
         slowest_s = self._staged_by_all(request, seconds)
         if slowest_s is None:
+            self._give_up_stagings()
             return
         log.debug(
             "weights staged", receiver=request.receiver, policy_version=request.policy_version, seconds=round(slowest_s, 3)

@@ -221,6 +221,33 @@ def test_an_engine_of_two_workers_is_staged_when_both_are(tmp_path: Path) -> Non
         assert outcomes.staged.empty()
 
 
+def test_a_staging_of_two_workers_that_is_under_way_ends_well_though_its_version_is_retired(tmp_path: Path) -> None:
+    """One worker has staged and the other is receiving when two newer versions come."""
+    with serving(tmp_path) as (server, outcomes):
+        server.publish(weights(1).items(), policy_version=1)
+        with open_transfer(server, 1, rank=1, num_ranks=2) as slower:
+            stream = receive_weights(slower)
+            received = dict([next(stream)])
+            pull(server, 1, rank=0, num_ranks=2)
+            for version in (2, 3):
+                server.publish(weights(version).items(), policy_version=version)
+            received |= dict(stream)
+            assert_same(received, weights(1))
+            assert outcomes.staged.get(timeout=WAIT_S).policy_version == 1
+        assert outcomes.failed.empty()
+
+
+def test_a_staging_whose_second_worker_comes_too_late_is_told_as_failed(tmp_path: Path) -> None:
+    """Nobody waits for the end of a staging that cannot have one."""
+    with serving(tmp_path) as (server, outcomes):
+        server.publish(weights(1).items(), policy_version=1)
+        pull(server, 1, rank=0, num_ranks=2)
+        for version in (2, 3):
+            server.publish(weights(version).items(), policy_version=version)
+        assert "not all workers of e had staged it" in outcomes.failed.get(timeout=WAIT_S).reason
+        assert outcomes.staged.empty()
+
+
 def test_many_engines_receive_at_once(tmp_path: Path) -> None:
     received: dict[int, dict[str, torch.Tensor]] = {}
     with serving(tmp_path) as (server, outcomes):
