@@ -15,6 +15,7 @@ from agent_loop.deadline import Deadline
 from rollouter.errors import GivenUp, LateResult
 from rollouter.progress import Recording
 from rollouter.rollouts import Episode, Plan, Runner
+from rollouter.shelter import sheltered_task
 
 log = structlog.get_logger()
 
@@ -48,7 +49,7 @@ class Attempts:
             raise GivenUp(f"{given_up} before it began")
         deadline = Deadline(self._timeout_s())
         attempt = self._runner.attempt(plan, number, recording, deadline)
-        playing = asyncio.create_task(attempt, name=f"{plan.rollout_id}.{number}")
+        playing = sheltered_task(attempt, name=f"{plan.rollout_id}.{number}")
         try:
             await self._wait(playing, stop, deadline)
         finally:

@@ -21,6 +21,7 @@ from rollouter.failures import FINAL, reason_of
 from rollouter.live import LiveView
 from rollouter.reports import Reports
 from rollouter.rollouts import Episode, Plan, Runner
+from rollouter.shelter import sheltered_task
 from sample_bus.messages import EvaluationRequest, EvaluationResult, TrainerStatus
 from sample_bus.protocols import Control
 from sample_bus.sample import NO_VERSION
@@ -199,7 +200,7 @@ class Evaluator:
         why = ""
         for number in range(attempts):
             try:
-                return await self._runner.attempt(plan, number)
+                return await sheltered_task(self._runner.attempt(plan, number), name=f"{plan.rollout_id}.{number}")
             except Exception as error:  # noqa: BLE001 - user code may raise anything; the rollout counts as failed
                 reason = reason_of(error)
                 why = f"rollout {plan.rollout_id}: {reason}: {error}"

@@ -133,15 +133,17 @@ class Runner:
             raise TimeoutError(
                 f"rollout {plan.rollout_id} attempt {number} gave up {when} while {doing} ({session.num_tokens} tokens so far)"
             ) from error
-        except (SystemExit, KeyboardInterrupt) as error:
-            raise AgentLoopError(
-                f"rollout {plan.rollout_id} attempt {number}: the agent loop raised {words_of(error)}"
-            ) from error
         except asyncio.CancelledError as error:
             task = asyncio.current_task()
             if task is not None and task.cancelling():
                 raise
             raise AgentLoopError(f"rollout {plan.rollout_id} attempt {number}: something in it was cancelled") from error
+        except (Exception, GeneratorExit):  # GeneratorExit: this coroutine is closed, or `rollouter.shelter` sees to it
+            raise
+        except BaseException as error:  # SystemExit, or what is meant to pass by `except Exception`
+            raise AgentLoopError(
+                f"rollout {plan.rollout_id} attempt {number}: the agent loop raised {words_of(error)}"
+            ) from error
         return Episode(
             trajectory=scored.trajectory,
             reward=scored.reward,
