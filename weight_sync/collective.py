@@ -109,10 +109,10 @@ class CollectiveListener:
         self._on_transfer = on_transfer
         try:
             self._port = self._sessions.bind(self._host, self._port, secret_key=b"")
+            self._sessions.start()
         except BaseException:
             self._sessions.close()
             raise
-        self._sessions.start()
         log.info("weights listen", bound=f"{bracketed(self._host)}:{self._port}", advertised=self._net_address().shown)
 
     def close(self) -> None:
@@ -130,10 +130,11 @@ class CollectiveListener:
         with self._changed:
             cohort = self._cohorts.get(version)
             if cohort is None:
-                cohort = self._cohorts[version] = _Cohort(due=time.monotonic() + self._settings.connect_timeout_s)
+                cohort = _Cohort(due=time.monotonic() + self._settings.connect_timeout_s)
                 thread = threading.Thread(target=self._serve, args=(version, cohort), name="weights-collective", daemon=True)
+                thread.start()  # waits for this lock, so it finds its cohort
                 self._threads.add(thread)
-                thread.start()
+                self._cohorts[version] = cohort
             cohort.sessions.append(session)
             self._changed.notify_all()
         session.watch(self._wake)

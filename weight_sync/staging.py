@@ -144,6 +144,7 @@ class StagingArea:
 
         Raises:
             ValueError: `address` is none, or `timeout_s` is not positive.
+            RuntimeError: no thread can be started for it.
         """
         transport_of(address)
         if not timeout_s > 0:
@@ -158,9 +159,16 @@ class StagingArea:
             attempt.thread = threading.Thread(target=self._run, args=(attempt, before), name="weights-stage", daemon=True)
             if before is not None:
                 _cut(before, f"staging {nonce} of version {policy_version} takes its place")
-            attempt.thread.start()
+            problem: RuntimeError | None = None
+            try:
+                attempt.thread.start()
+            except RuntimeError as error:
+                self._attempt, self._state, self._error = before, StagingState.FAILED, str(error)
+                problem = error
         if forgotten is not None:
             forgotten.memory.release()
+        if problem is not None:
+            raise problem
 
     def close(self) -> None:
         """End a staging under way and wait for its thread. What is held stays readable, but cannot be lent on; a lender has to

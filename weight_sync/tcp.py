@@ -97,10 +97,10 @@ class TcpListener:
         self._on_transfer = on_transfer
         try:
             self._port = self._sessions.bind(self._host, self._port, secret_key=self._secret)
+            self._sessions.start()
         except BaseException:
             self._sessions.close()
             raise
-        self._sessions.start()
         log.info(
             "weights listen",
             bound=f"{bracketed(self._host)}:{self._port}",
@@ -120,8 +120,8 @@ class TcpListener:
     def _begin(self, session: Session) -> None:
         thread = threading.Thread(target=self._serve, args=(session,), name="weights-tcp", daemon=True)
         with self._lock:
+            thread.start()
             self._threads.add(thread)
-        thread.start()
 
     def _serve(self, session: Session) -> None:
         assert self._on_transfer is not None

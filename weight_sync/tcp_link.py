@@ -18,6 +18,7 @@ from zmq.utils.monitor import recv_monitor_message
 
 from weight_sync.errors import PeerFailed, PeerLost, ProtocolError, TransferTimeout, WeightSyncError
 from weight_sync.tcp_address import NetAddress
+from weight_sync.tcp_gate import REFUSED, show_token
 from weight_sync.tcp_messages import Fail, Hello, Join, Message, Ping, Welcome, decode, encode
 from weight_sync.tcp_sessions import HEARTBEAT_MS, HEARTBEAT_TIMEOUT_MS, identity_of
 from weight_sync.transport import StageRequest, check_terms
@@ -27,13 +28,14 @@ _GOODBYE_MS = 300
 _HANDSHAKE_MS = 10_000
 _NEVER_MS = 1 << 30
 """To the next attempt to connect. With libzmq's own never (-1) a context whose handshake failed cannot be ended."""
+_REFUSED_US = "refused the token"
 _ENDS: dict[int, str] = {
     int(zmq.EVENT_DISCONNECTED): "closed the connection",
     int(zmq.EVENT_CLOSED): "does not answer",
     int(zmq.EVENT_CONNECT_RETRIED): "does not answer",
     int(zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL): "is no weight server, or has other keys",
     int(zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL): "is no weight server, or has other keys",
-    int(zmq.EVENT_HANDSHAKE_FAILED_AUTH): "is no weight server, or has other keys",
+    int(zmq.EVENT_HANDSHAKE_FAILED_AUTH): _REFUSED_US,
 }
 
 
@@ -106,6 +108,8 @@ class Link:
             socket.setsockopt(zmq.CURVE_SERVERKEY, z85.encode(self._address.key))
             socket.setsockopt(zmq.CURVE_PUBLICKEY, public)
             socket.setsockopt(zmq.CURVE_SECRETKEY, secret)
+        else:
+            show_token(socket, self._address.token)
         monitor = socket.get_monitor_socket(sum(_ENDS))
         self._monitors.append(monitor)
         self._poller.register(monitor, zmq.POLLIN)
@@ -146,6 +150,8 @@ class Link:
             if self._lost:
                 if socket.poll(_LAST_WORDS_MS):
                     continue
+                if self._lost == _REFUSED_US:
+                    raise PeerFailed(f"{self.peer} stopped, {self.place}: {REFUSED}")
                 raise PeerLost(f"{self.peer} {self._lost}, {self.place}")
             left_s = due - time.monotonic()
             if left_s <= 0:

@@ -1,6 +1,7 @@
 """The server's end of the network transports: one port, one thread, and a `Session` for each receiver that was let in.
 
-Invariant: nobody without the listener's token costs more than one message. The thread is the only one that touches the sockets;
+Invariant: nobody without the listener's token, or its key where it is encrypted, gets a message in: they are sent away in the
+handshake. A turn of the thread takes a bounded number of messages. The thread is the only one that touches the sockets;
 a session is used by the one thread that serves it, and `Session.cut` by any. A receiver whose connection ends is noticed by an
 event, not by a deadline: libzmq says that some connection ended, and a ping then finds those that cannot be reached.
 """
@@ -22,6 +23,7 @@ from zmq.utils import z85
 from weight_sync.channel import StreamEnd
 from weight_sync.errors import AddressTaken, PeerFailed, PeerLost, ProtocolError, TransferTimeout, WeightSyncError
 from weight_sync.tcp_address import bracketed
+from weight_sync.tcp_gate import REFUSED, Gate, Quiet
 from weight_sync.tcp_messages import (
     MAX_MESSAGE_BYTES,
     BucketHead,
@@ -40,7 +42,10 @@ from weight_sync.tcp_messages import (
 
 log = structlog.get_logger()
 
-MAX_SESSIONS = 64
+MAX_TRANSFERS = 64
+"""Receivers at a time, whatever the number of their connections."""
+_MAX_TURN = 256
+"""Messages that are taken in before the thread looks at everything else again."""
 LINGER_MS = 500
 HEARTBEAT_MS, HEARTBEAT_TIMEOUT_MS = 2_000, 15_000
 _PROBES_AFTER_S = (0.0, 0.05, 0.5)
@@ -160,7 +165,8 @@ class Session:
 
 
 class Sessions:
-    """Listens on one port. `on_session` is called from the thread of the sockets; it must hand over and return."""
+    """Listens on one port. `on_session` is called from the thread of the sockets; it must hand over and return. If it raises
+    RuntimeError, as a thread that cannot be started does, that receiver is refused."""
 
     def __init__(
         self, *, token: bytes, handshake_timeout_s: float, num_io_threads: int, on_session: Callable[[Session], None]
@@ -171,6 +177,8 @@ class Sessions:
         self._num_io_threads = num_io_threads
         self._context: zmq.Context[zmq.Socket[bytes]]
         self._router: zmq.Socket[bytes]
+        self._gate: Gate | None = None
+        self._quiet = Quiet()
         self._joining: dict[str, _Joining] = {}
         self._sessions: dict[bytes, Session] = {}
         self._lock = threading.Lock()
@@ -182,7 +190,10 @@ class Sessions:
         self._thread = threading.Thread(target=self._run, name="weights-net", daemon=True)
 
     def bind(self, host: str, port: int, *, secret_key: bytes) -> int:
-        """Listen, encrypted if `secret_key` (32 bytes) is given; returns the port. Raises AddressTaken."""
+        """Listen, encrypted if `secret_key` (32 bytes) is given, else behind a gate that asks for the token; returns the port.
+
+        Raises AddressTaken.
+        """
         self._context = zmq.Context(io_threads=self._num_io_threads)
         self._router = router = self._context.socket(zmq.ROUTER)
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -193,6 +204,7 @@ class Sessions:
             (zmq.LINGER, LINGER_MS),
             (zmq.ROUTER_MANDATORY, 1),
             (zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES),
+            (zmq.HANDSHAKE_IVL, int(self._handshake_timeout_s * 1000)),
             (zmq.HEARTBEAT_IVL, HEARTBEAT_MS),
             (zmq.HEARTBEAT_TIMEOUT, HEARTBEAT_TIMEOUT_MS),
             (zmq.IPV6, int(":" in host)),
@@ -201,6 +213,9 @@ class Sessions:
         if secret_key:
             router.setsockopt(zmq.CURVE_SERVER, 1)
             router.setsockopt(zmq.CURVE_SECRETKEY, z85.encode(secret_key))
+        else:
+            self._gate = Gate(self._context, self._token)
+            self._gate.guard(router)
         try:
             router.bind(f"tcp://{bracketed(host)}:{port or '*'}")
         except zmq.ZMQError as error:
@@ -226,6 +241,8 @@ class Sessions:
             self._ring()
             self._thread.join()
         self._router.close()
+        if self._gate is not None:
+            self._gate.close()
         self._context.term()
         os.close(self._wake)
 
@@ -249,6 +266,9 @@ class Sessions:
         poller = zmq.Poller()
         for source in (self._router, monitor, self._wake):
             poller.register(source, zmq.POLLIN)
+        gate = self._gate
+        if gate is not None:
+            poller.register(gate.socket, zmq.POLLIN)
         try:
             while not self._closing or self._outbox:
                 ready = dict(poller.poll(self._pause_ms(time.monotonic())))
@@ -256,8 +276,10 @@ class Sessions:
                     os.eventfd_read(self._wake)
                 while self._outbox:
                     self._send(*self._outbox.popleft())
+                if gate is not None and gate.socket in ready:
+                    gate.answer()
                 if self._router in ready:
-                    self._receive_all()
+                    self._receive_some()
                 now = time.monotonic()
                 if monitor in ready:
                     _drain(monitor)
@@ -300,14 +322,14 @@ class Sessions:
             with self._lock:
                 session = self._sessions.get(identity)
             if session is not None:
-                self._receive_all()  # its last words, which the end of the connection has overtaken
+                self._receive_some()  # its last words, which the end of the connection has overtaken
                 session.lose()
 
     def _refuse(self, identity: bytes, reason: str) -> None:
         self._send(identity, encode(Fail(reason=reason)), None)
 
-    def _receive_all(self) -> None:
-        while True:
+    def _receive_some(self) -> None:
+        for _ in range(_MAX_TURN):
             try:
                 frames = self._router.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
@@ -330,7 +352,8 @@ class Sessions:
                 case Welcome() | BucketHead() | StreamEnd() | FileNamed():
                     raise ProtocolError(f"got {type(message).__name__}, which only a server sends")
         except ProtocolError as error:
-            log.warning("message is no receiver's", error=str(error))
+            if self._quiet.is_over(time.monotonic()):
+                log.warning("message is no receiver's", error=str(error), others=self._quiet.take())
             if session is not None:
                 session.end(error)
             self._refuse(identity, str(error))
@@ -339,14 +362,14 @@ class Sessions:
         stripe = message.stripe if isinstance(message, Join) else 0
         if not hmac.compare_digest(message.token, self._token):
             log.warning("weight transfer refused", reason="its token is not this server's")
-            self._refuse(identity, "its token is not this server's: the address is that of an earlier server")
+            self._refuse(identity, REFUSED)
             return
         if identity != identity_of(message.transfer, stripe) or identity in self._sessions:
             raise ProtocolError(
                 f"got {type(message).__name__} of transfer {message.transfer} on another connection than its own"
             )
-        if message.transfer not in self._joining and len(self._joining) + len(self._sessions) >= MAX_SESSIONS:
-            self._refuse(identity, f"{MAX_SESSIONS} connections are under way")
+        if message.transfer not in self._joining and len(self._joining) + self._num_sessions() >= MAX_TRANSFERS:
+            self._refuse(identity, f"{MAX_TRANSFERS} transfers are under way")
             return
         due = time.monotonic() + self._handshake_timeout_s
         joining = self._joining.setdefault(message.transfer, _Joining(due=due))
@@ -361,7 +384,16 @@ class Sessions:
         with self._lock:
             if not self._closing:
                 self._sessions.update(dict.fromkeys(session.identities, session))
-        self._on_session(session)
+        try:
+            self._on_session(session)
+        except RuntimeError as error:
+            log.warning("weight transfer refused", peer=session.peer, reason=str(error))
+            session.tell(f"the weight server cannot serve it now: {error}")
+            session.close()
+
+    def _num_sessions(self) -> int:
+        with self._lock:
+            return len(set(self._sessions.values()))
 
 
 def _drain(socket: zmq.Socket[bytes]) -> None:

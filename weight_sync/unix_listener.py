@@ -105,11 +105,14 @@ class UnixListener:
 
     def start(self, on_transfer: Callable[[Incoming], None]) -> None:
         self._socket = _listen(self._path)
-        self._on_start()
-        self._acceptor = threading.Thread(
-            target=self._accept, args=(self._socket, on_transfer), name="weights-accept", daemon=True
-        )
-        self._acceptor.start()
+        acceptor = threading.Thread(target=self._accept, args=(self._socket, on_transfer), name="weights-accept", daemon=True)
+        try:
+            self._on_start()
+            acceptor.start()
+        except BaseException:
+            self.close()
+            raise
+        self._acceptor = acceptor
 
     def close(self) -> None:
         """Cut what is under way and wait for the threads. Safe to call twice."""
@@ -160,9 +163,13 @@ class UnixListener:
                 thread = threading.Thread(
                     target=self._serve, args=(connection, pid, on_transfer), name=f"weights-{pid}", daemon=True
                 )
-                self._connections[connection] = thread
-                thread.start()
-                return
+                try:
+                    thread.start()  # it ends under this lock, so not before it is noted
+                except RuntimeError as error:
+                    refusal = f"the weight server cannot serve it now: {error}"
+                else:
+                    self._connections[connection] = thread
+                    return
         log.warning("weight transfer refused", pid=pid, reason=refusal)
         connection.give_up(refusal)
         sock.close()

@@ -6,6 +6,7 @@ import gc
 import itertools
 import queue
 import socket
+import struct
 import threading
 import time
 from collections.abc import Callable
@@ -18,11 +19,13 @@ from zmq.utils import z85
 
 from tests.weight_sync import net_peers
 from tests.weight_sync.net_peers import Serving, is_same, line_of, process, receive, request, settings_for, weights
+from weight_sync import tcp_sessions
 from weight_sync.channel import BucketKind
 from weight_sync.errors import AddressTaken, PeerFailed, PeerLost, ProtocolError, TransferTimeout, WeightSyncError
 from weight_sync.stream import receive_weights
 from weight_sync.tcp import MESSAGE_BYTES, TcpListener, open_receiver
 from weight_sync.tcp_address import NetAddress
+from weight_sync.tcp_gate import Quiet, judge
 from weight_sync.transport import Cut, Incoming, Receiving, Terms
 
 
@@ -99,6 +102,91 @@ def test_a_stranger_with_another_token_is_refused() -> None:
         with pytest.raises(PeerFailed, match="token is not this server's"):
             receive(str(address))
         assert is_same(receive(serving.address), weights())
+
+
+def zmtp(address: NetAddress, mechanism: bytes, *commands: bytes) -> socket.socket:
+    """A connection of ZMTP 3.1 that has greeted, and given the handshake's `commands`."""
+    stranger = socket.create_connection((address.host, address.port), timeout=net_peers.WAIT_S)
+    greeting = b"\xff" + bytes(8) + b"\x7f\x03\x01" + mechanism.ljust(20, b"\0") + bytes(32)
+    stranger.sendall(greeting + b"".join(b"\x04" + bytes([len(command)]) + command for command in commands))
+    return stranger
+
+
+def send_for_ever(stranger: socket.socket, frame: bytes) -> None:
+    for _ in range(10_000):  # 650 MB
+        stranger.sendall(frame)
+
+
+READY = b"\x05READY\x0bSocket-Type\0\0\0\x06DEALER"
+
+
+@pytest.mark.parametrize(
+    ("mechanism", "command"),
+    [(b"NULL", READY), (b"PLAIN", b"\x05HELLO\x08receiver\x20" + b"0" * 32), (b"PLAIN", b"\x05HELLO\x00\x00")],
+)
+@pytest.mark.parametrize(
+    "frame",
+    [
+        pytest.param(b"\x03" + struct.pack(">Q", 65_000) + bytes(65_000), id="one message that never ends"),
+        pytest.param(b"\0\x07garbage" * 8_000, id="messages without end"),
+    ],
+)
+@pytest.mark.parametrize("encrypt", [False, True])
+def test_a_stranger_is_cut_off_in_the_handshake_whatever_it_sends(
+    mechanism: bytes, command: bytes, frame: bytes, encrypt: bool
+) -> None:
+    """Nothing of it reaches the listener: neither its thread nor its memory."""
+    listener = TcpListener(settings_for("tcp"), terms=Terms(transport="tcp"), encrypt=encrypt)
+    came: list[Incoming] = []
+    listener.start(came.append)
+    try:
+        with (
+            zmtp(NetAddress.parse(listener.address), mechanism, command) as stranger,
+            pytest.raises(OSError, match=r"reset|pipe"),
+        ):
+            send_for_ever(stranger, frame)
+    finally:
+        listener.close()
+    assert not came
+
+
+def test_whoever_asks_with_another_token_again_and_again_is_a_line_in_ten_seconds() -> None:
+    quiet = Quiet(every_s=10.0)
+    assert [quiet.is_over(now) for now in (0.0, 1.0, 9.9, 10.0, 11.0)] == [True, False, False, True, False]
+    assert (quiet.take(), quiet.take()) == (3, 0)
+
+
+@pytest.mark.parametrize(
+    ("changed", "expected"),
+    [({}, True), ({0: b"2.0"}, False), ({2: b"other"}, False), ({5: b"NULL"}, False), ({6: b"root"}, False), ({7: b""}, False)],
+)
+def test_only_the_listeners_token_opens_its_gate(changed: dict[int, bytes], expected: bool) -> None:
+    request = [b"1.0", b"1", b"headrace-weights", b"127.0.0.1", b"", b"PLAIN", b"receiver", b"secret"]
+    assert judge([changed.get(index, value) for index, value in enumerate(request)], b"secret") == expected
+    assert not judge(request[:5], b"secret")
+
+
+def test_the_limit_is_of_receivers_not_of_their_connections(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tcp_sessions, "MAX_TRANSFERS", 3)
+    names = [f"engine-{index}" for index in range(3)]
+    all_in = threading.Barrier(4)
+
+    def wait_for_all(incoming: Incoming) -> None:
+        all_in.wait(net_peers.WAIT_S)
+        all_in.wait(net_peers.WAIT_S)
+
+    with Serving(settings_for("tcp", num_connections=4), before_send=wait_for_all) as serving:
+        results: dict[str, net_peers.Weights | Exception] = {}
+        three = threading.Thread(
+            target=lambda: results.update(net_peers.receive_in_threads(serving.address, names, cohort=1)), daemon=True
+        )
+        three.start()
+        all_in.wait(net_peers.WAIT_S)
+        with pytest.raises(PeerFailed, match="3 transfers are under way"):
+            receive(serving.address, name="engine-3")
+        all_in.wait(net_peers.WAIT_S)
+        three.join(net_peers.WAIT_S)
+    assert all(is_same(results[name], weights()) for name in names)
 
 
 def test_what_is_no_receiver_disturbs_nobody() -> None:
