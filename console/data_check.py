@@ -72,7 +72,7 @@ async def _of_loops(settings: Settings, codec: Codec) -> tuple[list[Finding], Fr
             Finding(source="chat template", row=0, column="", message=f"{found} (agent loop {path})", is_error=found.is_error)
             for found, path in loops.template_findings(codec).items()
         ]
-        await loops.open()
+        await loops.open_tools()
         return findings, loops.framing()
     finally:
         await loops.close()

@@ -237,15 +237,16 @@ class RollouterDaemon:
         await self._fleet.launch()
         model_dir, dtype = await self._wait_for_model(link, pipeline)
         try:
-            pipeline.enter(RollouterState.STARTING, "opening the agent loops")
-            framing = await pipeline.open_loops()
-            await self._play(pipeline, model_dir, dtype, framing)
+            await self._play(pipeline, model_dir, dtype)
         finally:
             await asyncio.shield(pipeline.close_loops())
 
-    async def _play(self, pipeline: Pipeline, model_dir: str, dtype: str, framing: Framing) -> None:
-        pipeline.enter(RollouterState.STARTING, "loading the tokenizer and the tasks")
-        pipeline.build(*await asyncio.to_thread(self._prepare, model_dir, framing))
+    async def _play(self, pipeline: Pipeline, model_dir: str, dtype: str) -> None:
+        pipeline.enter(RollouterState.STARTING, "loading the tokenizer and the tools")
+        codec = await asyncio.to_thread(self._codec_of, model_dir)
+        framing = await pipeline.open_tools(codec)
+        pipeline.enter(RollouterState.STARTING, "loading the tasks")
+        pipeline.build(await asyncio.to_thread(self._prepare, model_dir, codec, framing), codec)
         engines = len(self._settings.engine.urls) or self._settings.engine.num_engines
         pipeline.enter(RollouterState.STARTING_ENGINES, f"{engines} engines")
         await self._fleet.start(model_dir, dtype)
@@ -253,10 +254,9 @@ class RollouterDaemon:
         pipeline.enter(None, "")
         await pipeline.run()
 
-    def _prepare(self, model_dir: str, framing: Framing) -> tuple[Prompts, Codec]:
-        """Blocking: the tokenizer, and the tasks encoded with it."""
+    def _prepare(self, model_dir: str, codec: Codec, framing: Framing) -> Prompts:
+        """Blocking: the tasks, encoded."""
         settings = self._settings
-        codec = self._codec_of(model_dir)
         room = settings.engine.max_model_len - settings.sampling.max_tokens
         max_prompt_tokens = min(settings.data.max_prompt_tokens, room)
         prompts = prepare(
@@ -270,7 +270,7 @@ class RollouterDaemon:
             framing=framing,
         )
         prompts.source.head(CHECKED_TASKS)  # made here, so that they are at hand on the event loop
-        return prompts, codec
+        return prompts
 
     async def _wait_for_model(self, link: Link, pipeline: Pipeline) -> tuple[str, str]:
         pipeline.enter(RollouterState.STARTING, "waiting for the trainer to prepare the model")

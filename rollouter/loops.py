@@ -6,7 +6,7 @@ row silently plays another loop than it says.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import structlog
@@ -44,6 +44,7 @@ class Loops:
         self._loops: dict[str, AgentLoop] = {self._default_path: default}
         self._paths: dict[str, str] = {}
         self._opened: set[str] = set()
+        self._told: set[Finding] = set()
         self._is_open = False
         for entry in names:
             name, equals, path = entry.partition("=")
@@ -101,13 +102,17 @@ class Loops:
             log.warning("tools are set, and no row plays an agent loop that calls them", tools=list(self._setup.tools.sources))
 
     def check_template(self, codec: ChatCodec) -> None:
-        """See what the model's chat template does to conversations of the loops made so far: a warning for each thing found.
+        """See what the model's chat template does to conversations of the loops made so far: a warning for each thing found,
+        once.
 
         Raises ConfigError where no rollout of a loop could work.
         """
         for found, path in self.template_findings(codec).items():
             if found.is_error:
                 raise ConfigError(f"agent loop {path}: {found}")
+            if found in self._told:
+                continue
+            self._told.add(found)
             log.warning("chat template", agent_loop=path, trait=found.trait.value, found=found.found, follows=found.follows)
 
     def template_findings(self, codec: ChatCodec) -> dict[Finding, str]:
@@ -119,10 +124,17 @@ class Loops:
                 findings.setdefault(found, path)
         return findings
 
+    async def open_tools(self) -> None:
+        """Let those that tell tools prepare: what they tell is asked for before prompts are measured. Raises ConfigError."""
+        await self._open({path: loop for path, loop in self._loops.items() if hasattr(loop, "schemas")})
+
     async def open(self) -> None:
-        """Let those that ask for it prepare, each once. Raises ConfigError."""
+        """Let those that ask for it prepare, each once: the first rollout is about to be played. Raises ConfigError."""
         self._is_open = True
-        for path, loop in self._loops.items():
+        await self._open(self._loops)
+
+    async def _open(self, loops: Mapping[str, AgentLoop]) -> None:
+        for path, loop in loops.items():
             begin: Any = getattr(loop, "open", None)
             if begin is None or path in self._opened:
                 continue
@@ -133,7 +145,7 @@ class Loops:
                 raise ConfigError(f"agent loop {path}: {error}") from error
 
     def framing(self) -> Framing:
-        """What the loops opened so far put around a row's prompt, by the names that a row may call them. Raises ConfigError."""
+        """What the loops made so far put around a row's prompt, by the names that a row may call them. Raises ConfigError."""
         paths = {name: name for name in (*SHIPPED, *OTHER_NAMES, *self._loops)} | self._paths | {"": self._default_path}
         found: dict[str, list[dict[str, Any]]] = {}
         for name, path in paths.items():

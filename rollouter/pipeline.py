@@ -136,14 +136,16 @@ class Pipeline:
         self._situation.evaluating = lambda: evaluator.has_precedence
         self._prompts = prompts
 
-    async def open_loops(self) -> Framing:
-        """Make the agent loops that the settings name, and let them prepare; what they put around prompts.
+    async def open_tools(self, codec: Codec) -> Framing:
+        """Make the agent loops that the settings name, see whether the model's chat template fits them, and load the tools that
+        they tell; what they put around prompts.
 
         Raises ConfigError.
         """
         loops = self._made_loops()
         loops.make_named()
-        await loops.open()
+        loops.check_template(codec)
+        await loops.open_tools()
         return loops.framing()
 
     async def close_loops(self) -> None:

@@ -186,7 +186,7 @@ async def test_each_name_of_a_loop_is_framed_as_its_loop_does() -> None:
         environment="tests.agent_loop.test_environment:Guess",
     )
     loops.make_named()
-    await loops.open()
+    await loops.open_tools()
     try:
         tools = loops.framing().tools
     finally:
@@ -209,6 +209,26 @@ async def test_a_loop_that_must_prepare_and_is_named_too_late_says_what_to_do() 
     await loops.open()
     assert isinstance(loops.of(replace(task, agent_name=f"{__name__}:Prepared")), Prepared)
     assert isinstance(loops.of(task), SingleTurn)
+
+
+class Listening(Plain):
+    opened = 0
+
+    async def open(self) -> None:
+        Listening.opened += 1
+
+
+async def test_before_the_prompts_are_measured_only_tools_are_loaded() -> None:
+    """A gateway listens, and its programs start, when there is something to play."""
+    loops = loops_of(f"mine={__name__}:Listening")
+    loops.make_named()
+    await loops.open_tools()
+    assert loops.framing().has_tools
+    assert Listening.opened == 0
+    await loops.open()
+    await loops.open()
+    assert Listening.opened == 1
+    await loops.close()
 
 
 async def test_a_loop_that_cannot_name_its_tools_is_the_users_error() -> None:
