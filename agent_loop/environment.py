@@ -17,9 +17,8 @@ from agent_loop.chat import Conversation
 from agent_loop.errors import USER_CODE_FAILURES, LoopError, words_of
 from agent_loop.loop import LoopSetup
 from agent_loop.session import Session
-from agent_loop.side_loop import SideLoop
+from agent_loop.side_loop import SideLoop, in_thread
 from agent_loop.task import Task
-from agent_loop.tools import in_thread
 from configs.schema import ToolSettings
 
 
@@ -56,7 +55,7 @@ class EnvironmentLoop:
     def __init__(self, make: Callable[[], Environment], settings: ToolSettings) -> None:
         self._make = make
         self._settings = settings
-        self._side = SideLoop("environments")
+        self._side = SideLoop("environments", max_stuck=settings.max_concurrent)
 
     @classmethod
     def set_up(cls, setup: LoopSetup) -> Self:

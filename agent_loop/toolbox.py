@@ -65,7 +65,7 @@ class ToolBox:
         self._settings = settings
         self._tools: dict[str, Tool] = {}
         self._servers: list[McpServer] = []
-        self._side = SideLoop("tools")
+        self._side = SideLoop("tools", max_stuck=settings.max_concurrent)
         self._places: asyncio.Semaphore | None = None
         self._watched: deque[bool] = deque(maxlen=_WATCHED_CALLS)
         self._is_alarmed = False
@@ -155,7 +155,9 @@ class ToolBox:
             except TimeoutError as error:
                 log.warning("tool call given up", tool=tool.name, rollout_id=context.rollout_id, error=str(error))
                 return Outcome.TIMED_OUT, f"Error: {tool.name} gave no result within {timeout_s:g} s."
-            except USER_CODE_FAILURES as error:
+            except asyncio.CancelledError:
+                raise
+            except BaseException as error:  # noqa: BLE001 - of code that is not ours
                 return Outcome.RAISED, f"Error: {words_of(error)}"
         raise AssertionError("the last attempt returns or raises")
 

@@ -6,10 +6,8 @@ so that it stalls none of them, whatever it does.
 
 from __future__ import annotations
 
-import asyncio
 import inspect
 import re
-import threading
 import typing
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -18,6 +16,7 @@ from typing import Any, Protocol
 import pydantic
 
 from agent_loop.errors import ToolError
+from agent_loop.side_loop import in_thread
 
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 
@@ -85,32 +84,6 @@ class FunctionTool:
         if inspect.iscoroutinefunction(self._function):
             return await self._function(**told)
         return await in_thread(lambda: self._function(**told), name=f"tool-{self.name}")
-
-
-async def in_thread(work: Callable[[], Any], *, name: str) -> Any:
-    """What `work` returns, in a daemon thread of its own: when it is given up nobody waits for it."""
-    loop = asyncio.get_running_loop()
-    future: asyncio.Future[Any] = loop.create_future()
-
-    def settle(error: BaseException | None, value: Any) -> None:
-        if future.done():
-            return
-        if error is None:
-            future.set_result(value)
-        else:
-            future.set_exception(error)
-
-    def run() -> None:
-        error, value = None, None
-        try:
-            value = work()
-        except BaseException as raised:  # noqa: BLE001 - it is handed on, whatever it is
-            error = RuntimeError(f"{type(raised).__name__}: {raised}") if isinstance(raised, StopIteration) else raised
-        if not loop.is_closed():
-            loop.call_soon_threadsafe(settle, error, value)
-
-    threading.Thread(target=run, name=name, daemon=True).start()
-    return await future
 
 
 def _schema_of(function: Callable[..., Any], name: str, told: Mapping[str, str]) -> tuple[str | None, dict[str, Any]]:

@@ -188,6 +188,115 @@ async def test_a_tool_that_hangs_is_left_at_the_deadline_and_others_go_on(tool: 
     assert ticks > 5
 
 
+class Overdue(BaseException):
+    """No Exception, as the deadlines of gevent and func_timeout are."""
+
+
+@pytest.mark.parametrize(
+    "error",
+    [Overdue("x"), KeyboardInterrupt(), GeneratorExit(), asyncio.CancelledError(), BaseExceptionGroup("g", [Overdue()])],
+)
+async def test_what_is_no_exception_is_shown_as_one(error: BaseException) -> None:
+    def blocking() -> None:
+        raise error
+
+    async def waiting() -> None:
+        raise error
+
+    async with context_of([blocking, waiting]) as box:
+        results = await make(box, call("blocking"), call("waiting"))
+    assert [result.outcome for result in results] == [Outcome.RAISED] * 2
+
+
+async def test_an_error_whose_words_raise_is_shown_by_its_name() -> None:
+    class Mute(Exception):
+        def __str__(self) -> str:
+            raise KeyError("no words")
+
+    def mute() -> None:
+        raise Mute
+
+    async with context_of([mute]) as box:
+        (result,) = await make(box, call("mute"))
+    assert (result.outcome, result.text) == (Outcome.RAISED, "Error: Mute: its words raise KeyError")
+
+
+async def leave_in_a_task() -> None:
+    await asyncio.gather(leave_at_once(), asyncio.sleep(0.1))
+
+
+async def leave_at_once() -> None:
+    raise SystemExit(3)
+
+
+async def stop_the_loop() -> None:
+    asyncio.get_running_loop().stop()
+    await asyncio.sleep(0.01)
+
+
+@pytest.mark.parametrize("tool", [leave_in_a_task, stop_the_loop])
+async def test_a_tool_that_would_end_its_event_loop_leaves_the_others_working(tool: Callable[..., Any]) -> None:
+    async def slow() -> str:
+        await asyncio.sleep(0.2)
+        return "fine"
+
+    async with context_of([tool, slow]) as box:
+        under_way = asyncio.create_task(make(box, call("slow")))
+        await asyncio.sleep(0.05)
+        await make(box, call(tool.__name__))
+        texts = [(await make(box, call("slow")))[0].text, (await under_way)[0].text]
+    assert texts == ["fine", "fine"]
+
+
+async def test_a_tool_that_blocks_its_event_loop_spoils_no_call_of_others() -> None:
+    release = threading.Event()
+    num_asked = 0
+
+    async def block() -> None:
+        release.wait(20)
+
+    async def good() -> str:
+        nonlocal num_asked
+        num_asked += 1
+        await asyncio.sleep(0.1)
+        return "fine"
+
+    async with context_of([block, good], timeout_s=1.5) as box:
+        before = asyncio.create_task(make(box, call("good")))
+        await asyncio.sleep(0.05)
+        blocking = asyncio.create_task(make(box, call("block")))
+        await asyncio.sleep(0.05)
+        during = asyncio.create_task(make(box, call("good")))
+        (blocked,) = await blocking
+        results = [(await before)[0], (await during)[0]]
+        release.set()
+    assert blocked.outcome is Outcome.TIMED_OUT
+    assert [result.text for result in results] == ["fine", "fine"]
+    assert num_asked == 3, "the one that had begun is made again; the other had not"
+
+
+async def test_calls_that_hang_are_bounded_in_number_and_end_no_other_tool() -> None:
+    """B161: their threads cannot be ended."""
+    release = threading.Event()
+
+    def hang() -> str:
+        release.wait(60)
+        return "late"
+
+    async with context_of([hang, add], timeout_s=0.05, max_concurrent=3, retries=0) as box:
+        before = threading.active_count()
+        assert [(await make(box, call("hang")))[0].outcome for _ in range(3)] == [Outcome.TIMED_OUT] * 3
+        with pytest.raises(ToolUnavailable, match="tool hang: 3 calls of it were given up and do not end"):
+            await make(box, call("hang"))
+        assert threading.active_count() - before <= 4
+        assert (await make(box, call("add", a=1)))[0].outcome is Outcome.RETURNED
+        release.set()
+        for thread in threading.enumerate():
+            if thread.name == "tool-hang":
+                await asyncio.to_thread(thread.join, 20)
+        assert (await make(box, call("hang")))[0].text == "late"
+
+
 async def test_caps_refuse_the_calls_beyond_them() -> None:
     async with context_of([add], max_calls_per_turn=2) as box:
         results = await make(box, *(call("add", a=1) for _ in range(4)))
