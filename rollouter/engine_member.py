@@ -28,7 +28,7 @@ PartialRollout = Literal["keep", "recompute", "finish"]
 WaitStaged = Callable[[WeightRound, str, str], Awaitable[None]]
 """(round, engine name, nonce): returns once the trainer says that this staging is complete (topic `round`,
 `staged[engine] == nonce`), or the host's weight cache does; raises any Exception with the reason if it failed (`failed[nonce]`)
-or was overtaken by a newer round. The pool sets the deadline."""
+or the trainer was replaced. The pool sets the deadline."""
 
 
 class EngineState(StrEnum):

@@ -1,8 +1,9 @@
 """Following policy versions: each announced round is brought to the engines, and the trainer hears how it ended.
 
 Invariant: a version counts as held only after an engine confirmed it and no engine serves the one before any more; a failed
-round leaves the older one in force until the engines have caught up by themselves, within a deadline. Only the newest round
-matters: those in between are skipped.
+round leaves the older one in force until the engines have caught up by themselves, within a deadline. A round under way is
+brought to its end, whatever is announced meanwhile; then the newest one is next, and those in between are skipped. So engines
+make progress however fast versions come.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ from sample_bus.protocols import Control
 log = structlog.get_logger()
 
 
-class Overtaken(Exception):
-    """Raised inside a wait for a staging when a newer round has been announced."""
+class TrainerReplaced(Exception):
+    """Raised inside a wait for a staging when another trainer process announces: the one that was asked is gone."""
 
 
 class StagingFailed(Exception):
@@ -85,17 +86,20 @@ class Follower:
             await self._reports.send("round.result", await self._unreported.get())
 
     async def wait_staged(self, announced: WeightRound, engine: str, nonce: str) -> None:
-        """Returns once the trainer says that this staging is complete. Raises StagingFailed, Overtaken."""
+        """Returns once the trainer says that this staging is complete. Raises StagingFailed, TrainerReplaced.
+
+        Newer rounds of the same trainer do not end the wait: they tell of stagings of the versions before, too.
+        """
         async for newest in self._control.watch("round", WeightRound):
             if nonce in newest.failed:
                 raise StagingFailed(f"version {announced.policy_version} on {engine}: {newest.failed[nonce]}")
-            if _version_of(newest) != _version_of(announced):
-                raise Overtaken(f"version {announced.policy_version} on {engine}: overtaken by {newest.policy_version}")
+            if newest.incarnation != announced.incarnation:
+                raise TrainerReplaced(f"version {announced.policy_version} on {engine}: another trainer announces now")
             if newest.staged.get(engine) == nonce:
                 return
 
     async def _bring(self, announced: WeightRound) -> None:
-        """Returns once an engine holds `announced` or a newer round overtakes it. Raises RoundFailed at the deadline."""
+        """An engine holds `announced` afterwards, or none could and there is a newer round. Raises RoundFailed."""
         self._announced = announced
         self._caught_up.clear()
         results = await self._sync(announced)

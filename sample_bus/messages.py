@@ -240,6 +240,8 @@ class TrainerStatus(Message):
     """Where the model stands, once it is prepared; engines start from it."""
     model_dtype: str | None = None
     """Compute type of the engines, `float32` or `bfloat16`."""
+    model_files: dict[str, str] = Field(default_factory=dict)
+    """Its files to their digests (configs.model_files), with `model_dir`; empty: nothing is said of them."""
     counts: Counts = Counts()
     shares: TimeShares = TimeShares()
     last_step: StepSummary | None = None
@@ -251,8 +253,9 @@ class TrainerStatus(Message):
 class WeightRound(Message):
     """Topic `round`: the newest published version and how far its transfer is.
 
-    Engines pull (stage) it from `address` while they generate; an engine named in `staged` may commit. Any engine may stage
-    the current version at any time: a late joiner or a restarted one catches up the same way.
+    Engines pull (stage) it from `address` while they generate; an engine whose nonce stands in `staged` may commit. Any engine
+    may stage the current version at any time: a late joiner or a restarted one catches up the same way. Where versions come
+    faster than one is staged, a round tells how stagings of the versions before ended, too; nonces tell them apart.
     """
 
     policy_version: int
@@ -268,7 +271,7 @@ class WeightRound(Message):
     staged: dict[str, str] = Field(default_factory=dict)
     """Engine name to the nonce of its newest completed staging."""
     failed: dict[str, str] = Field(default_factory=dict)
-    """Nonce to why that staging failed."""
+    """Nonce to why that staging failed; the newest ones."""
     probe_ids: tuple[int, ...] = ()
     """A sequence that each engine scores once it holds this version; empty: none."""
 

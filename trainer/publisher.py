@@ -31,6 +31,8 @@ from weight_sync.server import Publication, StageFailure, StageReport, WeightSer
 
 log = structlog.get_logger()
 
+_FAILURES_TOLD = 64
+"""In topic `round`, newest last; whoever waits for one of them reads the topic at once."""
 _CHECKSUMS_KEPT = 4
 """Versions; an engine holds the newest one, or in a round or after a failed one an older one."""
 
@@ -114,6 +116,7 @@ class Publisher:
             return self._server.publish(weights(), policy_version=policy_version)
 
         publication = await self._loop.run_in_executor(executor, publish)
+        before = self._round
         self._round = WeightRound(
             policy_version=policy_version,
             incarnation=self._incarnation,
@@ -122,6 +125,8 @@ class Publisher:
             num_tensors=publication.num_tensors,
             total_bytes=publication.total_bytes,
             announced_at=time.time(),
+            staged={} if before is None else before.staged,
+            failed={} if before is None else before.failed,
             probe_ids=() if probe is None else probe.ids,
         )
         if self._gate is not None:  # nothing changed since: this version is as good
@@ -139,9 +144,9 @@ class Publisher:
         self._why_live = publication.why_live
         self._remember(policy_version, publication.manifest)
         self._on_version(policy_version, publication.manifest_digest)
-        before = self._rounds.announce(policy_version, total_bytes=publication.total_bytes, now=self._loop.time())
-        if before is not None and before is not RoundState.COMMITTED:
-            log.warning("round before did not end everywhere", policy_version=policy_version - 1, state=before.value)
+        left = self._rounds.announce(policy_version, total_bytes=publication.total_bytes, now=self._loop.time())
+        if left is not None and left is not RoundState.COMMITTED:
+            log.warning("round before did not end everywhere", policy_version=policy_version - 1, state=left.value)
         await self._control.publish("round", self._round)
         self._follow()
         log.info(
@@ -296,10 +301,12 @@ class Publisher:
             self._gate.staged.add(key)
         self._rounds.note_staging(policy_version, transfer_bytes=transfer_bytes, now=self._loop.time())
         self._follow()
-        current = self._round
-        if current is None or current.policy_version != policy_version:
+        if self._round is None:
             return
-        self._round = current.model_copy(update={field: {**getattr(current, field), key: value}})
+        told = {**getattr(self._round, field), key: value}
+        if field == "failed":
+            told = dict(list(told.items())[-_FAILURES_TOLD:])
+        self._round = self._round.model_copy(update={field: told})
         task = self._loop.create_task(self._control.publish("round", self._round))
         self._announcements.add(task)
         task.add_done_callback(self._announcements.discard)

@@ -100,11 +100,15 @@ class StandInTrainer:
         """Closed seats that came, unsettled."""
         self.account: StepAccount | None = None
         """What it says of the seats that its steps took; None: nothing."""
+        self.model: dict[str, Any] = {}
+        """Fields of topic `trainer` that say what is trained, and how."""
         self.commits = True
         """What is settled is final at once, as without checkpoints."""
         self.reports: list[Message] = []
         self.reported = asyncio.Condition()
         self.round: WeightRound | None = None
+        self.served: tuple[int, ...] = ()
+        """Versions, oldest first."""
         self._evaluations: list[EvaluationResult] = []
         hub.set_origin(origin_version, accounted)
         if position is not None:
@@ -134,8 +138,7 @@ class StandInTrainer:
                 consumed_seats=None if self.account is None else self.account.consumed_seats,
                 demand=None if self.account is None else self.account.said()["demand"],
                 num_steps=self.settings.num_steps,
-                model_dir="/no/model/is/needed",
-                model_dtype="float32",
+                **{"model_dir": "/no/model/is/needed", "model_dtype": "float32"} | self.model,
                 counts=Counts(received=self.received, trained=self.trained, dropped=self.dropped, refunded=self.refunded),
                 evaluations=tuple(self._evaluations),
             ),
@@ -151,17 +154,24 @@ class StandInTrainer:
             num_tensors=1,
             total_bytes=1,
             announced_at=0.0,
-            staged=staged or {},
+            staged=staged or ({} if self.round is None else self.round.staged),
+            failed={} if self.round is None else self.round.failed,
         )
+        self.served = (*self.served, policy_version)[-2:]
         await self.hub.publish("round", self.round)
         self.policy_version = policy_version
         await self.say()
 
     async def staged(self, announced: WeightRound, engine: str, nonce: str) -> None:
-        """An engine has the weights of `announced`."""
-        if self.round is not None and self.round.policy_version == announced.policy_version:
-            self.round = self.round.model_copy(update={"staged": {**self.round.staged, engine: nonce}})
-            await self.hub.publish("round", self.round)
+        """An engine asks for the weights of `announced`: it has them, if they are of the two newest versions."""
+        if self.round is None:
+            return
+        if announced.policy_version in self.served:
+            told = {"staged": {**self.round.staged, engine: nonce}}
+        else:
+            told = {"failed": {**self.round.failed, nonce: f"version {announced.policy_version} is not served"}}
+        self.round = self.round.model_copy(update=told)
+        await self.hub.publish("round", self.round)
 
     async def lease(self, count: int) -> list[Leased]:
         """The next `count` samples, unsettled; closed seats that come before them are put aside."""
