@@ -1,13 +1,11 @@
 """The `file` transport between hosts: files in a directory that all of them mount at the same path, asked for over TCP.
 
 Invariant: as within a host (`weight_sync.file_transport`), a version appears under its name when it is complete, and is never
-written again. One server at a time has the directory: it holds a lock there for as long as it lives.
+written again.
 """
 
 from __future__ import annotations
 
-import fcntl
-import os
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -17,15 +15,13 @@ from configs.bus_address import is_loopback
 from configs.schema import WeightSyncSettings
 from weight_sync.arena import Segment
 from weight_sync.channel import Bucket, StreamEnd
-from weight_sync.errors import AddressTaken, ProtocolError
+from weight_sync.errors import ProtocolError
 from weight_sync.file_transport import FileStore, MappedFile
 from weight_sync.lending import end_of
 from weight_sync.snapshot import Snapshot
 from weight_sync.tcp import TcpListener, TcpReceiver, TcpSender, open_link
 from weight_sync.tcp_messages import FileNamed
 from weight_sync.transport import Cut, Incoming, StageRequest, Terms
-
-_LOCK_FILE = "lock"
 
 
 def is_remote(settings: WeightSyncSettings) -> bool:
@@ -38,8 +34,7 @@ class RemoteFileListener(TcpListener):
 
     def __init__(self, settings: WeightSyncSettings, *, directory: Path, terms: Terms) -> None:
         self._directory = directory.absolute()
-        self._store = FileStore(self._directory)
-        self._lock_fd: int | None = None
+        self._store = FileStore(self._directory, needs_lock=True)
 
         def make_sender(*arguments: Any, **options: Any) -> RemoteFileSender:
             return RemoteFileSender(*arguments, store=self._store, **options)
@@ -48,23 +43,16 @@ class RemoteFileListener(TcpListener):
 
     def start(self, on_transfer: Callable[[Incoming], None]) -> None:
         """Raises AddressTaken when another server has the directory, or the port."""
-        self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        fd = os.open(self._directory / _LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            os.close(fd)
-            raise AddressTaken(f"another weight server has {self._directory}: {error}") from error
-        self._lock_fd = fd
-        self._store.sweep()
-        super().start(on_transfer)
+            self._store.open()
+            super().start(on_transfer)
+        except BaseException:
+            self._store.close()
+            raise
 
     def close(self) -> None:
         super().close()
-        fd, self._lock_fd = self._lock_fd, None
-        if fd is not None:
-            self._store.close()
-            os.close(fd)
+        self._store.close()
 
 
 class RemoteFileSender(TcpSender):

@@ -1,12 +1,14 @@
 """Weights through safetensors files: each version is written once, and every receiver maps it.
 
 Invariant: a version's directory, `<incarnation>-v<N>` with `model.safetensors` and `manifest.msgpack`, appears under its name
-only when it is complete. The two newest are kept; a receiver that has mapped an older one goes on reading it. Deltas, and
-weights that are not at rest, take the ring of `weight_sync.shared_memory`: the control socket lies in the directory too.
+only when it is complete. The two newest are kept; a receiver that has mapped an older one goes on reading it. One server at a
+time has the directory: it holds a lock there for as long as it lives. Deltas, and weights that are not at rest, take the ring
+of `weight_sync.shared_memory`: the control socket lies in the directory too.
 """
 
 from __future__ import annotations
 
+import fcntl
 import json
 import mmap
 import os
@@ -16,6 +18,7 @@ import shutil
 import struct
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -27,7 +30,7 @@ from weight_sync.arena import Segment
 from weight_sync.buckets import Piece, encode_header
 from weight_sync.channel import Bucket, BucketKind
 from weight_sync.connection import Connection
-from weight_sync.errors import ProtocolError
+from weight_sync.errors import AddressTaken, ProtocolError
 from weight_sync.lending import end_of
 from weight_sync.manifest import Manifest
 from weight_sync.packets import FilePassed, Packet
@@ -40,6 +43,7 @@ log = structlog.get_logger()
 
 WEIGHTS_FILE = "model.safetensors"
 MANIFEST_FILE = "manifest.msgpack"
+LOCK_FILE = "lock"
 _KEPT_VERSIONS = 2
 _VERSION_DIR = re.compile(r"\.?[0-9a-f]{8}-v-?\d+")
 _MAX_HEADER_BYTES = 100 << 20
@@ -84,17 +88,34 @@ def write_safetensors(path: Path, snapshot: Snapshot) -> None:
 
 
 class FileStore:
-    """The versions of one server in one directory."""
+    """The versions of one server in one directory, which is its own from `open` to `close`."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, *, needs_lock: bool) -> None:
+        """`needs_lock`: servers of other hosts may want the directory too, so a file system that cannot lock is refused."""
         self._directory = directory
+        self._needs_lock = needs_lock
         self._incarnation = secrets.token_hex(4)
         self._lock = threading.Lock()
-        self._written: dict[Path, str] = {}
-        """Directory to manifest digest, oldest first."""
+        self._lock_fd: int | None = None
+        self._written: dict[Path, _Written] = {}
+        """Oldest first."""
 
-    def sweep(self) -> None:
-        """Remove what a server that died left here; the caller is the only server of this directory."""
+    def open(self) -> None:
+        """Take the directory, and remove what a server that died left there.
+
+        Raises:
+            AddressTaken: another server has it.
+        """
+        self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        fd = os.open(self._directory / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if self._needs_lock or isinstance(error, BlockingIOError):
+                os.close(fd)
+                raise AddressTaken(f"another weight server has {self._directory}: {error}") from error
+            log.warning("the directory of the weights cannot be locked", directory=str(self._directory), problem=str(error))
+        self._lock_fd = fd
         for path in self._directory.iterdir():
             if _VERSION_DIR.fullmatch(path.name):
                 log.info("weights of an earlier server are removed", path=str(path))
@@ -104,11 +125,14 @@ class FileStore:
         """The directory of a version, written if it is not there; versions before the two newest are removed."""
         with self._lock:
             path = self._directory / f"{self._incarnation}-v{snapshot.policy_version}"
-            if self._written.get(path) != snapshot.manifest.digest:
-                if self._written.pop(path, None) is not None:
-                    shutil.rmtree(path)
+            written = self._written.get(path)
+            if written is None or written.digest != snapshot.manifest.digest or not written.is_there(path):
+                if written is not None:
+                    log.info("weights are written again", path=str(path))
+                    del self._written[path]
+                shutil.rmtree(path, ignore_errors=True)
                 self._write(path, snapshot)
-                self._written[path] = snapshot.manifest.digest
+                self._written[path] = _Written(snapshot.manifest.digest, _files_of(path))
             for old in list(self._written)[:-_KEPT_VERSIONS]:
                 shutil.rmtree(old, ignore_errors=True)
                 del self._written[old]
@@ -127,10 +151,36 @@ class FileStore:
             raise
 
     def close(self) -> None:
+        """Remove what was written, and let the directory go. Safe to call twice, and before `open`."""
         with self._lock:
             for path in self._written:
                 shutil.rmtree(path, ignore_errors=True)
             self._written.clear()
+            fd, self._lock_fd = self._lock_fd, None
+        if fd is not None:
+            os.close(fd)
+
+
+@dataclass(frozen=True, slots=True)
+class _Written:
+    """A version as it was written."""
+
+    digest: str
+    """Of its manifest."""
+    files: tuple[tuple[int, int], ...]
+
+    def is_there(self, path: Path) -> bool:
+        """Whether nobody has removed it, or put other files in its place."""
+        try:
+            return _files_of(path) == self.files
+        except OSError:
+            return False
+
+
+def _files_of(path: Path) -> tuple[tuple[int, int], ...]:
+    """Inode and bytes of a version's files. Raises OSError if one is not there."""
+    stats = [(path / name).stat() for name in (WEIGHTS_FILE, MANIFEST_FILE)]
+    return tuple((stat.st_ino, stat.st_size) for stat in stats)
 
 
 class FileSender(SharedMemorySender):
@@ -218,7 +268,7 @@ class FileReceiver(SharedMemoryReceiver):
 def open_listener(socket_dir: Path, settings: WeightSyncSettings, terms: Terms) -> UnixListener:
     """In `weight_sync.directory`, or in `socket_dir`."""
     directory = (settings.directory or socket_dir / "weight_files").absolute()
-    rings, store = Rings(settings.bucket_bytes), FileStore(directory)
+    rings, store = Rings(settings.bucket_bytes), FileStore(directory, needs_lock=False)
 
     def close() -> None:
         store.close()
@@ -229,7 +279,7 @@ def open_listener(socket_dir: Path, settings: WeightSyncSettings, terms: Terms) 
         settings,
         terms=terms,
         make_channel=lambda connection: FileSender(connection, rings, settings.bucket_bytes, store),
-        on_start=store.sweep,
+        on_start=store.open,
         on_close=close,
     )
 

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import os
 import socket
+import stat
 import struct
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -101,10 +103,13 @@ class UnixListener:
         self._connections: dict[Connection, threading.Thread] = {}
         self._closing = threading.Event()
         self._socket: socket.socket | None = None
+        self._inode = 0
+        """Of the socket's file, so that nobody else's is removed."""
         self._acceptor: threading.Thread | None = None
 
     def start(self, on_transfer: Callable[[Incoming], None]) -> None:
         self._socket = _listen(self._path)
+        self._inode = self._path.stat().st_ino
         acceptor = threading.Thread(target=self._accept, args=(self._socket, on_transfer), name="weights-accept", daemon=True)
         try:
             self._on_start()
@@ -130,7 +135,9 @@ class UnixListener:
             if thread is not None:
                 thread.join(max(0.0, deadline - time.monotonic()))
         listening.close()
-        self._path.unlink(missing_ok=True)
+        with suppress(FileNotFoundError):
+            if self._path.lstat().st_ino == self._inode:
+                self._path.unlink()
         self._on_close()
 
     def _accept(self, listening: socket.socket, on_transfer: Callable[[Incoming], None]) -> None:
@@ -203,7 +210,7 @@ def _listen(path: Path) -> socket.socket:
     """A listening socket at `path`; takes the place of one that a dead process left behind.
 
     Raises:
-        AddressTaken: a live process answers there.
+        AddressTaken: a live process answers there, or it is no socket and not ours to remove.
     """
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     listening = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -213,7 +220,10 @@ def _listen(path: Path) -> socket.socket:
         except OSError as error:
             if _answers(path):
                 raise AddressTaken(f"another weight server answers on {path}") from error
-            path.unlink(missing_ok=True)
+            with suppress(FileNotFoundError):
+                if not stat.S_ISSOCK(path.lstat().st_mode):
+                    raise AddressTaken(f"{path} is there and is no socket: weights cannot listen at it") from error
+                path.unlink()
             listening.bind(str(path))
         path.chmod(0o600)
         listening.listen(_MAX_CONNECTIONS)
