@@ -2,6 +2,7 @@
 
 RolloutError
 ├── DataError          rows that cannot become tasks; also a ConfigError
+│   └── DataChanged    a file that was written to while it is read
 ├── TooManyFailures    so many rollouts failed that going on makes no sense
 ├── RoundFailed        a policy version that the engines could not take
 ├── WeightCacheLost    the host's weight cache ended, or could not stage a version
@@ -25,6 +26,10 @@ class RolloutError(Exception):
 
 class DataError(RolloutError, ConfigError):
     """Raised when a row lacks something; the message has the file, the row, the columns found and what is needed."""
+
+
+class DataChanged(DataError):
+    """Raised when a data file was written to in place since it was opened: its rows are no longer those of the run."""
 
 
 class TooManyFailures(RolloutError):

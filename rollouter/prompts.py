@@ -27,7 +27,7 @@ from rollouter.data.framing import Framing
 from rollouter.data.lazy import Hashed, LazyTasks, positions_kept
 from rollouter.data.measure import Model, measure
 from rollouter.data.order import Order
-from rollouter.data.rows import Row, canonical
+from rollouter.data.rows import Row, canonical, unwritable
 from rollouter.data.sources import Rows, data_cache_dir, read_all
 from rollouter.errors import DataError
 
@@ -333,6 +333,10 @@ def encoded(rows: Sequence[Row], codec: Codec, limits: Limits) -> list[tuple[int
     refused: Counter[Refusal] = Counter()
     longest = 0
     for number, row in enumerate(rows):
+        if problems := unwritable(row):
+            log.warning("row is left out", row=number + 1, error="; ".join(map(str, problems)))
+            refused[Refusal.BAD_ROW] += 1
+            continue
         try:
             made = task_of(row, codec, limits)
         except DataError as error:

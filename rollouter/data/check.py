@@ -81,7 +81,7 @@ def check(data: DataSettings, *, codec: PromptCodec | None = None, framing: Fram
     """
     report = Report(longest_tokens=None if codec is None else 0)
     cache = data_cache_dir(data)
-    seen: set[int] = set()
+    seen = _Seen()
     measure = None if codec is None else partial((framing or Framing()).length_of, codec=codec)
     for source in data.sources:
         try:
@@ -104,7 +104,7 @@ def _of_row(
     index: int,
     source: str,
     report: Report,
-    seen: set[int],
+    seen: _Seen,
     data: DataSettings,
     measure: Callable[[Row], int] | None,
 ) -> Iterator[Finding]:
@@ -152,7 +152,15 @@ def _number(rows: Rows, index: int) -> int:
     return int(number)
 
 
-def _doubts(row: Row, report: Report, seen: set[int]) -> Iterator[Problem]:
+@dataclass(slots=True)
+class _Seen:
+    """In the rows so far."""
+
+    prompts: set[int] = field(default_factory=set)
+    task_ids: set[str] = field(default_factory=set)
+
+
+def _doubts(row: Row, report: Report, seen: _Seen) -> Iterator[Problem]:
     """What is allowed and seldom meant."""
     texts = [row.prompt] if isinstance(row.prompt, str) else [message["content"] for message in row.prompt]
     report.longest_chars = max(report.longest_chars, sum(len(text) for text in texts if isinstance(text, str)))
@@ -164,6 +172,16 @@ def _doubts(row: Row, report: Report, seen: set[int]) -> Iterator[Problem]:
         yield Problem(column="prompt", message="the last message is the assistant's: its answer stands there already")
     if isinstance(row.prompt, str) and row.prompt.lstrip().startswith(('[{"role"', "[{'role'")):
         yield Problem(column="prompt", message="got text that looks like a list of messages: it is used as it stands")
-    before = len(seen)
-    seen.add(prompt_hash(row.prompt))
-    report.num_repeated += len(seen) == before
+    if row.ground_truth in ([], {}):
+        yield Problem(
+            column="ground_truth", message=f"got {row.ground_truth}, expected text or a number: it is handed over as it stands"
+        )
+    if row.task_id is not None and row.task_id in seen.task_ids:
+        yield Problem(
+            column="task_id", message=f"got {row.task_id!r} again, expected another in each row: a number is put behind it"
+        )
+    if row.task_id is not None:
+        seen.task_ids.add(row.task_id)
+    before = len(seen.prompts)
+    seen.prompts.add(prompt_hash(row.prompt))
+    report.num_repeated += len(seen.prompts) == before

@@ -19,6 +19,7 @@ import pyarrow.parquet as parquet
 import structlog
 import xxhash
 
+from rollouter.data.open_file import OpenFile
 from rollouter.data.tables import hash_of
 from rollouter.errors import DataError
 
@@ -28,14 +29,18 @@ MAX_BYTES_IN_MEMORY = 64 << 20
 """A smaller Parquet file is read as it is."""
 _ROWS_PER_PIECE = 1024
 
+_Batch = tuple[pa.RecordBatch, OpenFile | None]
+"""Rows, and the file that they are mapped from; None: they are in memory."""
+
 
 class ArrowTable:
     """Record batches, of one file or of several, in memory or mapped."""
 
-    def __init__(self, files: list[Path], batches: list[pa.RecordBatch], *, name: str, default_source: str) -> None:
+    def __init__(self, files: list[OpenFile], batches: list[_Batch], *, name: str, default_source: str) -> None:
+        """`files`: what the rows were read from, for the fingerprint."""
         self._files = files
-        self._batches = [batch for batch in batches if batch.num_rows]
-        self._ends = list(accumulate(batch.num_rows for batch in self._batches))
+        self._batches = [(batch, file) for batch, file in batches if batch.num_rows]
+        self._ends = list(accumulate(batch.num_rows for batch, _ in self._batches))
         self._name = name
         self.default_source = default_source
         self.needs_ground_truth = True
@@ -46,38 +51,48 @@ class ArrowTable:
     def raw(self, index: int) -> Any:
         number = bisect_right(self._ends, index)
         at = index - (self._ends[number - 1] if number else 0)
-        batch = self._batches[number]
+        batch, file = self._batches[number]
         try:
-            return {name: batch.column(column)[at].as_py() for column, name in enumerate(batch.schema.names)}
-        except (pa.ArrowException, UnicodeDecodeError, ValueError) as error:
+            if file is not None:
+                file.check()  # before as well: a mapped file that became shorter ends the process where it is read
+            row = {name: batch.column(column)[at].as_py() for column, name in enumerate(batch.schema.names)}
+            if file is not None:
+                file.check()
+            return row
+        except DataError:
+            raise
+        except (pa.ArrowException, UnicodeDecodeError, ValueError, OverflowError) as error:
             raise DataError(f"{self.where(index)}: cannot be read: {' '.join(str(error).split())}") from None
 
     def where(self, index: int) -> str:
         return f"{self._name} row {index + 1}"
 
     def fingerprint(self) -> str:
-        return xxhash.xxh3_64_hexdigest(",".join(map(hash_of, self._files)).encode())
+        return xxhash.xxh3_64_hexdigest(",".join(file.fingerprint() for file in self._files).encode())
 
 
 def open_parquet(path: Path, *, cache_dir: Path) -> ArrowTable:
     """Raises DataError."""
+    file = OpenFile(path)
     try:
-        if path.stat().st_size <= MAX_BYTES_IN_MEMORY:
-            batches = list(parquet.ParquetFile(path).iter_batches(batch_size=_ROWS_PER_PIECE))
+        batches: list[_Batch]
+        if file.size <= MAX_BYTES_IN_MEMORY:
+            batches = [(batch, None) for batch in parquet.ParquetFile(path).iter_batches(batch_size=_ROWS_PER_PIECE)]
         else:
-            batches = _mapped(_converted(path, cache_dir))
+            batches = _mapped(OpenFile(target := _converted(path, cache_dir)), target)
     except (pa.ArrowException, OSError, ValueError) as error:
         raise _unreadable(path, "Parquet", error) from None
-    return ArrowTable([path], batches, name=str(path), default_source=path.stem)
+    return ArrowTable([file], batches, name=str(path), default_source=path.stem)
 
 
 def open_arrow(path: Path) -> ArrowTable:
     """An Arrow file, of either of its formats. Raises DataError."""
+    file = OpenFile(path)
     try:
-        batches = _mapped(path)
+        batches = _mapped(file, path)
     except (pa.ArrowException, OSError, ValueError) as error:
         raise _unreadable(path, "Arrow", error) from None
-    return ArrowTable([path], batches, name=str(path), default_source=path.stem)
+    return ArrowTable([file], batches, name=str(path), default_source=path.stem)
 
 
 def open_saved(directory: Path) -> ArrowTable:
@@ -93,10 +108,11 @@ def open_saved(directory: Path) -> ArrowTable:
                 raise DataError(f"{directory}: has splits {', '.join(splits)}, none is `train`: name {directory}/SPLIT")
             return open_saved(directory / "train")
         state = json.loads(state_file.read_text(encoding="utf-8"))
-        files = [directory / entry["filename"] for entry in state["_data_files"]]
+        paths = [directory / entry["filename"] for entry in state["_data_files"]]
         if state.get("_indices_files"):
             raise DataError(f"{directory}: rows are chosen by an index file: call flatten_indices() before save_to_disk()")
-        batches = [batch for file in files for batch in _mapped(file)]
+        files = [OpenFile(path) for path in paths]
+        batches = [batch for file, path in zip(files, paths, strict=True) for batch in _mapped(file, path)]
     except (KeyError, TypeError, json.JSONDecodeError) as error:
         raise DataError(f"{directory}: is no saved data set: {type(error).__name__}: {error}") from None
     except (pa.ArrowException, OSError, ValueError) as error:
@@ -105,14 +121,14 @@ def open_saved(directory: Path) -> ArrowTable:
     return ArrowTable(files, batches, name=str(directory), default_source=name)
 
 
-def _mapped(path: Path) -> list[pa.RecordBatch]:
+def _mapped(file: OpenFile, path: Path) -> list[_Batch]:
     source = pa.memory_map(str(path))
     try:
         reader = ipc.open_file(source)
     except pa.ArrowInvalid:
         source.seek(0)
-        return list(ipc.open_stream(source))
-    return [reader.get_batch(number) for number in range(reader.num_record_batches)]
+        return [(batch, file) for batch in ipc.open_stream(source)]
+    return [(reader.get_batch(number), file) for number in range(reader.num_record_batches)]
 
 
 def _converted(path: Path, cache_dir: Path) -> Path:

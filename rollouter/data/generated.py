@@ -18,7 +18,7 @@ from urllib.parse import parse_qsl
 from agent_loop.errors import LoopError
 from agent_loop.gym_environment import Episode
 from agent_loop.rewards.gym import import_reasoning_gym
-from rollouter.data.rows import plain
+from rollouter.data.plain import plain
 from rollouter.data.tables import GeneratedTable
 from rollouter.errors import DataError
 

@@ -21,7 +21,7 @@ from rollouter.data.encoding import Limits, Refusal, task_of
 from rollouter.data.framing import PromptCodec
 from rollouter.data.measure import BAD, Measures, prompt_hash
 from rollouter.data.sources import Rows
-from rollouter.errors import DataError
+from rollouter.errors import DataChanged, DataError
 
 log = structlog.get_logger()
 
@@ -150,6 +150,8 @@ class LazyTasks:
         """`trained`: of the trained side of the split; else of the other one."""
         try:
             row = self._rows[number]
+        except DataChanged:
+            raise
         except DataError as error:
             log.warning("row is left out", error=str(error))
             return Refusal.BAD_ROW

@@ -26,7 +26,7 @@ from rollouter.data.framing import Framing, PromptCodec
 from rollouter.data.rows import canonical
 from rollouter.data.sources import Rows, data_cache_dir, open_rows
 from rollouter.data.tables import hash_of
-from rollouter.errors import DataError
+from rollouter.errors import DataChanged, DataError
 
 log = structlog.get_logger()
 
@@ -105,6 +105,8 @@ def measured(rows: Rows, codec: PromptCodec, first: int, last: int, framing: Fra
         try:
             row = rows[at]
             length = framing.length_of(row, codec)
+        except DataChanged:
+            raise
         except DataError as error:
             text = str(error)
             problems.append(text if text.startswith(rows.where(at)) else f"{rows.where(at)}: {text}")

@@ -6,15 +6,14 @@ problems of a row are found in one pass, each by its column.
 
 from __future__ import annotations
 
-import datetime
-import decimal
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
-
+from agent_loop.errors import words_of
 from configs.schema import DataSettings
+from rollouter.data.plain import half_a_pair, plain
 from rollouter.errors import DataError
 
 Message = Mapping[str, Any]
@@ -23,6 +22,8 @@ Message = Mapping[str, Any]
 PROMPT_KEYS = ("prompt", "messages", "question", "problem")
 GROUND_TRUTH_KEYS = ("ground_truth", "reward_model.ground_truth", "answer", "solution")
 NEEDED = "prompt (text or messages) and ground_truth; data_source and extra_info are optional"
+MAX_NAME_BYTES = 1000
+"""Of a task's id, a data source, an agent's name: they stand in every record of a rollout, which is bounded."""
 _SHOWN_CHARS = 120
 
 
@@ -95,8 +96,8 @@ def read_row(raw: Any, default_source: str, keys: Keys) -> Row | list[Problem]:
         return [Problem(column="", message=f"got {type(raw).__name__}, expected a mapping of columns")]
     try:
         row = plain(raw)
-    except (TypeError, RecursionError) as error:
-        return [Problem(column="", message=str(error))]
+    except Exception as error:  # noqa: BLE001 - the values may be of somebody's own classes
+        return [Problem(column="", message=str(error) if isinstance(error, TypeError) else words_of(error))]
     problems: list[Problem] = []
 
     def take(read: Any, *arguments: Any) -> Any:
@@ -115,7 +116,7 @@ def read_row(raw: Any, default_source: str, keys: Keys) -> Row | list[Problem]:
     tools = take(_tools_kwargs)
     if problems:
         return problems
-    return Row(
+    found = Row(
         prompt=keys.shape(prompt),
         ground_truth=truth,
         data_source=source,
@@ -124,6 +125,23 @@ def read_row(raw: Any, default_source: str, keys: Keys) -> Row | list[Problem]:
         agent_name=agent_name,
         tools_kwargs=tools,
     )
+    return unwritable(found) or found
+
+
+def unwritable(row: Row) -> list[Problem]:
+    """What of a row could not be written into the records of a run: text that is no Unicode, names that are too long."""
+    problems = []
+    for column in ("prompt", "ground_truth", "data_source", "extra_info", "task_id", "agent_name", "tools_kwargs"):
+        text = half_a_pair(getattr(row, column))
+        if text is not None:
+            problems.append(
+                Problem(column=column, message=f"got text with half a surrogate pair: {_shown(text)}, expected Unicode")
+            )
+    for column, name in (("data_source", row.data_source), ("task_id", row.task_id), ("agent_name", row.agent_name)):
+        size = len((name or "").encode("utf-8", "surrogatepass"))
+        if size > MAX_NAME_BYTES:
+            problems.append(Problem(column=column, message=f"got a name of {size} bytes, expected at most {MAX_NAME_BYTES}"))
+    return problems
 
 
 def row_of(raw: Any, default_source: str, keys: Keys, *, where: str) -> Row:
@@ -140,36 +158,6 @@ def columns_of(raw: Any) -> str:
     return names or "none"
 
 
-def plain(value: Any) -> Any:
-    """`value` as plain Python (None, bool, int, float, str, list, dict with text keys), NumPy taken apart recursively; bytes
-    that are UTF-8 as text, dates in ISO format.
-
-    Raises TypeError naming the type that has no plain form.
-    """
-    if value is None or (isinstance(value, (bool, int, float, str)) and type(value) in (bool, int, float, str)):
-        return value
-    if isinstance(value, (np.generic, np.ndarray)):
-        return plain(value.tolist())
-    if isinstance(value, Mapping):
-        return {str(key): plain(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [plain(item) for item in value]
-    if isinstance(value, str):
-        return str(value)
-    if isinstance(value, (datetime.date, datetime.time)):
-        return value.isoformat()
-    if isinstance(value, decimal.Decimal):
-        return int(value) if value == value.to_integral_value() else float(value)
-    if isinstance(value, (int, float)):
-        return value
-    if isinstance(value, bytes):
-        try:
-            return value.decode()
-        except UnicodeDecodeError:
-            raise TypeError("bytes that are not UTF-8 text have no plain form") from None
-    raise TypeError(f"{type(value).__name__} has no plain form")
-
-
 class _Bad(Exception):
     def __init__(self, column: str, message: str) -> None:
         super().__init__(message)
@@ -183,7 +171,6 @@ def _prompt(row: Mapping[str, Any], key: str | None) -> str | tuple[Message, ...
         raise _Bad(candidates[0], "the column is missing")
     value = row[name]
     if isinstance(value, str) and value:
-        _check_unicode(name, value)
         if value.strip():
             return value
         raise _Bad(name, f"got {_shown(value)}, blank text")
@@ -202,17 +189,8 @@ def _check_message(name: str, at: int, message: Any) -> None:
     if not isinstance(message, dict) or not isinstance(message.get("role"), str) or "content" not in message:
         raise _Bad(name, f"got message {_shown(message)} at {at}, expected a mapping with role and content")
     content = message["content"]
-    if isinstance(content, str):
-        _check_unicode(name, content)
-    elif content is not None and not isinstance(content, list):
+    if content is not None and not isinstance(content, (str, list)):
         raise _Bad(name, f"got content {_shown(content)} in message {at}, expected text")
-
-
-def _check_unicode(name: str, text: str) -> None:
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise _Bad(name, f"got text with half a surrogate pair at character {error.start}, expected Unicode") from None
 
 
 def _ground_truth(row: Mapping[str, Any], key: str | None, is_needed: bool) -> Any:
@@ -221,11 +199,10 @@ def _ground_truth(row: Mapping[str, Any], key: str | None, is_needed: bool) -> A
         present, value = _lookup(row, name)
         if not present:
             continue
-        if value is None or value == "":
-            if is_needed:
-                raise _Bad(name, f"got {value!r}, expected a value")
-            return value
-        return value
+        is_missing = value is None or (isinstance(value, float) and not math.isfinite(value))  # NaN: tables' missing value
+        if is_needed and (is_missing or (isinstance(value, str) and not value.strip())):
+            raise _Bad(name, f"got {value!r}, expected a value")
+        return None if is_missing else value
     if not is_needed:
         return None
     if key is None and "reward_model" in row:

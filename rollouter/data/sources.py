@@ -6,6 +6,7 @@ choices named.
 
 from __future__ import annotations
 
+import codecs
 import importlib
 import json
 from collections.abc import Iterable, Iterator, Sequence
@@ -23,7 +24,7 @@ from rollouter.data.built_in import BUILT_IN
 from rollouter.data.generated import PREFIX, open_reasoning_gym
 from rollouter.data.rows import Keys, Row, first_problem, row_of
 from rollouter.data.tables import JoinedTable, JsonLinesTable, MemoryTable, Table
-from rollouter.errors import DataError
+from rollouter.errors import DataChanged, DataError
 
 _LINES = (".jsonl", ".ndjson")
 _READ = (*_LINES, ".json", ".parquet", ".arrow")
@@ -98,6 +99,8 @@ def read_all(rows: Rows, *, at_most: int | None = None) -> list[Row]:
     for index in range(num_rows):
         try:
             good.append(rows[index])
+        except DataChanged:
+            raise
         except DataError as error:
             problems.append(str(error))
     if problems:
@@ -163,16 +166,19 @@ def _directory(path: Path, cache_dir: Path) -> Table:
 def _json(path: Path) -> Table:
     """A list of rows, or JSON lines under another name."""
     try:
-        with path.open(encoding="utf-8") as file:
-            head = file.read(4096).lstrip()
-            if not head.startswith("["):
+        with path.open("rb") as file:
+            if not file.read(4096).removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"["):
                 return JsonLinesTable(path)
             file.seek(0)
-            rows = json.load(file)
+            rows = json.loads(file.read().decode("utf-8-sig"))
     except json.JSONDecodeError as error:
         raise DataError(f"{path}: is not JSON: {error.msg} at line {error.lineno} column {error.colno}") from None
     except UnicodeDecodeError as error:
         raise DataError(f"{path}: is not UTF-8 text: {error.reason} at byte {error.start}") from None
+    except RecursionError:
+        raise DataError(f"{path}: is nested too deeply") from None
+    except ValueError as error:  # an integer of thousands of digits
+        raise DataError(f"{path}: cannot be read: {error}") from None
     except OSError as error:
         raise DataError(f"{path}: cannot be read: {error.strerror}") from None
     return MemoryTable(rows, name=str(path), default_source=path.stem)

@@ -7,7 +7,6 @@ files that differ in one byte, or in the order of rows, have different ones.
 from __future__ import annotations
 
 import json
-import mmap
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from itertools import accumulate
@@ -18,10 +17,22 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
+from rollouter.data.open_file import PIECE_BYTES, OpenFile
 from rollouter.data.rows import canonical
 from rollouter.errors import DataError
 
-_HASH_PIECE = 8 << 20
+MAX_ROW_BYTES = 256 << 20
+"""Of one line of a file."""
+_FORMATS = {
+    b"\x1f\x8b": "compressed by gzip: unpack it",
+    b"\x28\xb5\x2f\xfd": "compressed by zstd: unpack it",
+    b"BZh": "compressed by bzip2: unpack it",
+    b"\xfd7zXZ\0": "compressed by xz: unpack it",
+    b"PK\x03\x04": "a zip archive: unpack it",
+    b"PAR1": "Parquet: name it .parquet",
+    b"ARROW1": "Arrow: name it .arrow",
+}
+"""By the first bytes, what a file is that has no JSON lines."""
 
 
 class Table(Protocol):
@@ -35,7 +46,8 @@ class Table(Protocol):
     def __len__(self) -> int: ...
 
     def raw(self, index: int) -> Any:
-        """Row `index`, from 0. Raises DataError when the file has something else there."""
+        """Row `index`, from 0. Raises DataError when the file has something else there, DataChanged when it is no longer what
+        it was."""
         ...
 
     def where(self, index: int) -> str:
@@ -101,27 +113,28 @@ class GeneratedTable:
 
 
 class JsonLinesTable:
-    """A file of one JSON value a line, mapped; blank lines do not count."""
+    """A file of one JSON value a line; blank lines do not count."""
 
     def __init__(self, path: Path) -> None:
         """Finds the lines. Raises DataError."""
         self._path = path
         self.default_source = path.stem
         self.needs_ground_truth = True
-        try:
-            with path.open("rb") as file:
-                size = file.seek(0, 2)
-                self._bytes = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if size else None
-        except OSError as error:
-            raise DataError(f"{path}: cannot be read: {error.strerror}") from None
-        self._starts, self._ends, self._numbers = _lines(self._bytes)
+        self._file = OpenFile(path)
+        head = self._file.read(0, min(8, self._file.size))
+        for magic, what in _FORMATS.items():
+            if head.startswith(magic):
+                raise DataError(f"{path}: expected JSON lines, and the file is {what}")
+        self._starts, self._ends, self._numbers = _lines(self._file)
 
     def __len__(self) -> int:
         return len(self._starts)
 
     def raw(self, index: int) -> Any:
-        assert self._bytes is not None, "an empty file has no row"
-        line = self._bytes[self._starts[index] : self._ends[index]]
+        start, size = int(self._starts[index]), int(self._ends[index] - self._starts[index])
+        if size > MAX_ROW_BYTES:
+            raise DataError(f"{self.where(index)}: got a line of {size} bytes, expected at most {MAX_ROW_BYTES}")
+        line = self._file.read(start, size)
         try:
             return json.loads(line)
         except json.JSONDecodeError as error:
@@ -130,12 +143,14 @@ class JsonLinesTable:
             raise DataError(f"{self.where(index)}: is not UTF-8 text: {error.reason} at byte {error.start}") from None
         except RecursionError:
             raise DataError(f"{self.where(index)}: is nested too deeply") from None
+        except ValueError as error:  # an integer of thousands of digits
+            raise DataError(f"{self.where(index)}: cannot be read: {error}") from None
 
     def where(self, index: int) -> str:
         return f"{self._path} row {self._numbers[index]}"
 
     def fingerprint(self) -> str:
-        return hash_of(self._path)
+        return self._file.fingerprint()
 
 
 class JoinedTable:
@@ -173,28 +188,40 @@ def hash_of(path: Path) -> str:
     digest = xxhash.xxh3_64()
     try:
         with path.open("rb") as file:
-            while piece := file.read(_HASH_PIECE):
+            while piece := file.read(PIECE_BYTES):
                 digest.update(piece)
     except OSError as error:
         raise DataError(f"{path}: cannot be read: {error.strerror}") from None
     return digest.hexdigest()
 
 
-def _lines(content: mmap.mmap | None) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+def _lines(file: OpenFile) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.int64]]:
     """(first byte, byte behind the last, number from 1) of each line that is not blank."""
-    if content is None:
+    breaks: list[npt.NDArray[np.int64]] = []
+    firsts: list[npt.NDArray[np.uint8]] = []
+    """The first byte of each line that has one."""
+    at_start = True
+    for at, piece in file.pieces():
+        view = np.frombuffer(piece, np.uint8)
+        found = np.flatnonzero(view == ord("\n"))
+        starts = found + 1 if not at_start else np.concatenate([np.zeros(1, np.int64), found + 1])
+        firsts.append(view[starts[starts < len(view)]])
+        at_start = bool(view[-1] == ord("\n"))
+        breaks.append(found + at)
+    if not breaks:
         nothing = np.zeros(0, np.int64)
         return nothing, nothing, nothing
-    view = np.frombuffer(content, np.uint8)
-    breaks = np.concatenate(
-        [np.flatnonzero(view[at : at + _HASH_PIECE] == ord("\n")) + at for at in range(0, len(view), _HASH_PIECE)]
-    ).astype(np.int64)
-    del view
-    starts = np.concatenate([np.zeros(1, np.int64), breaks + 1])
-    ends = np.append(breaks, len(content))
-    first = np.frombuffer(content, np.uint8)[np.minimum(starts, len(content) - 1)]
-    suspects = (starts >= ends) | np.isin(first, np.frombuffer(b" \t\r", np.uint8))
-    blank = [at for at in np.flatnonzero(suspects).tolist() if not content[starts[at] : ends[at]].strip()]
+    ends = np.concatenate([*breaks, [file.size]]).astype(np.int64)
+    starts = np.concatenate([np.zeros(1, np.int64), ends[:-1] + 1])
+    if at_start:  # nothing is behind the last break
+        starts, ends = starts[:-1], ends[:-1]
+    suspects = np.isin(np.concatenate(firsts), np.frombuffer(b" \t\r\n", np.uint8))
+    sizes = ends - starts
+    blank = [
+        at
+        for at in np.flatnonzero(suspects).tolist()
+        if sizes[at] <= MAX_ROW_BYTES and not file.read(int(starts[at]), int(sizes[at])).strip()
+    ]
     kept = np.ones(len(starts), np.bool_)
     kept[blank] = False
     return starts[kept], ends[kept], np.flatnonzero(kept) + 1

@@ -18,7 +18,8 @@ from hypothesis import strategies as st
 from configs.schema import DataSettings
 from rollouter.data import columnar
 from rollouter.data.generated import make_dataset
-from rollouter.data.rows import Keys, Problem, Row, plain, read_row
+from rollouter.data.plain import plain
+from rollouter.data.rows import Keys, Problem, Row, read_row
 from rollouter.data.sources import load_rows, open_rows, read_all
 from rollouter.errors import DataError
 
