@@ -32,8 +32,9 @@ from rollouter.data.measure import Model
 from rollouter.data.sources import Rows, open_rows, read_all
 from rollouter.engine_pool import EnginePool
 from rollouter.engines import EngineFleet
-from rollouter.errors import RunDirInUse, TrainerFailed
+from rollouter.errors import AnotherModel, RunDirInUse, TrainerFailed
 from rollouter.loops import setup_of
+from rollouter.model_in_use import ModelInUse
 from rollouter.pipeline import CHECKED_TASKS, Pipeline
 from rollouter.prompts import MAX_ROWS_IN_MEMORY, Prompts, prepare
 from rollouter.run_in_hand import RunInHand
@@ -173,6 +174,7 @@ class RollouterDaemon:
         self._pipeline: Pipeline | None = None
         self._link: Link | None = None
         self._ended_by = ""
+        self._model: ModelInUse | None = None
         self._fleet = open_fleet(settings, live=self._settings_in_force, on_change=self._touch, on_round_result=self._catch_up)
 
     @property
@@ -235,9 +237,9 @@ class RollouterDaemon:
         pipeline.enter(RollouterState.STARTING, "waiting for the trainer")
         await link.wait_connected(bus.connect_timeout_s)
         await self._fleet.launch()
-        model_dir, dtype = await self._wait_for_model(link, pipeline)
+        self._model = model = await self._wait_for_model(link, pipeline)
         try:
-            await self._play(pipeline, model_dir, dtype)
+            await self._play(pipeline, model.directory, model.dtype)
         finally:
             await asyncio.shield(pipeline.close_loops())
 
@@ -272,15 +274,17 @@ class RollouterDaemon:
         prompts.source.head(CHECKED_TASKS)  # made here, so that they are at hand on the event loop
         return prompts
 
-    async def _wait_for_model(self, link: Link, pipeline: Pipeline) -> tuple[str, str]:
+    async def _wait_for_model(self, link: Link, pipeline: Pipeline) -> ModelInUse:
         pipeline.enter(RollouterState.STARTING, "waiting for the trainer to prepare the model")
         timeout_s = self._settings.bus.connect_timeout_s
         try:
             async with asyncio.timeout(timeout_s):
                 async for status in link.watch("trainer", TrainerStatus):
                     check_agreement(self._settings, status.agreed)
-                    if status.model_dir is not None and status.model_dtype is not None:
-                        return status.model_dir, status.model_dtype
+                    model = ModelInUse.of(status)
+                    if model is not None:
+                        await asyncio.to_thread(model.check_here)
+                        return model
         except TimeoutError:
             raise PeerLost(f"the trainer had prepared no model within {timeout_s:g} s (bus.connect_timeout_s)") from None
         raise PeerLost("the bus closed before the trainer had prepared the model")
@@ -293,6 +297,9 @@ class RollouterDaemon:
 
     async def _watch_trainer(self, link: Link, pipeline: Pipeline) -> None:
         async for status in link.watch("trainer", TrainerStatus):
+            check_agreement(self._settings, status.agreed)
+            if self._model is not None:
+                self._model.check(status)
             pipeline.take_trainer(status)
 
     async def _watch_retries(self, link: Link, pipeline: Pipeline) -> None:
@@ -350,7 +357,7 @@ class RollouterDaemon:
     # ── the end ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
     async def _tell_failure(self, link: Link, error: Exception) -> None:
-        if isinstance(error, (PeerLost, Ended, TrainerFailed)):
+        if isinstance(error, (PeerLost, Ended, TrainerFailed, AnotherModel)):
             return
         try:
             await link.request("run.failed", Failed(message=f"{type(error).__name__}: {error}"), Accepted)

@@ -9,6 +9,7 @@ RolloutError
 ├── EvaluationFailed   an evaluation without a single scored sample
 ├── DataExhausted      the passes over the data that were allowed are over before the steps
 ├── AllQuarantined     every task failed so often that none may be issued
+├── AnotherModel       the trainer has another model than the one that is served here
 ├── RunDirInUse        another rollouter is at work in the run directory
 ├── GivenUp            an attempt was ended from outside
 ├── LateResult         an attempt's result after its deadline; also a TimeoutError
@@ -51,6 +52,10 @@ class DataExhausted(RolloutError):
 
 class AllQuarantined(RolloutError):
     """Raised when every task is in quarantine and nothing is in flight; says where, and how tasks are released."""
+
+
+class AnotherModel(RolloutError):
+    """Raised when a trainer has another model than the one whose tokens are in the prompts and whose engines run here."""
 
 
 class RunDirInUse(RolloutError):

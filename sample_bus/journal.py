@@ -315,6 +315,18 @@ class RetriesTaken:
     group_ids: list[Any]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelTaken:
+    """The model with which the run was begun: its tokens are those of every record. Written once, before the first version."""
+
+    KIND: ClassVar[int] = 43
+    at: float
+    source: str
+    """`model.source`."""
+    files: dict[str, Any]
+    """Name to digest (configs.model_files)."""
+
+
 RollouterRecord = (
     RollouterBegan
     | GroupAdmitted
@@ -339,6 +351,7 @@ TrainerRecord = (
     | TrainerEnded
     | RetryAsked
     | RetriesTaken
+    | ModelTaken
 )
 Record = RollouterRecord | TrainerRecord
 

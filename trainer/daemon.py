@@ -293,6 +293,7 @@ class TrainerDaemon:
             journal=self._journal,
             retained=self._retained,
             checkpoint=self._standing.checkpoint,
+            history=self._standing.history,
             run_id=self._standing.run_id,
             incarnation=self._incarnation,
             drain=self._drain,

@@ -13,6 +13,7 @@ from typing import Any
 
 from sample_bus.journal import (
     Id,
+    ModelTaken,
     Queued,
     Record,
     RecordsDropped,
@@ -22,6 +23,7 @@ from sample_bus.journal import (
     StepTrained,
     TrainerBegan,
     TrainerEnded,
+    VersionPublished,
 )
 from sample_bus.messages import EndReason
 from sample_bus.position import BusPosition
@@ -69,6 +71,10 @@ class History:
     options: Mapping[str, Any] = field(default_factory=dict)
     """Live settings of the newest step that was begun, by dotted key."""
     retries: RetriesHistory = field(default_factory=RetriesHistory)
+    model: ModelTaken | None = None
+    """With which the run was begun."""
+    published: VersionPublished | None = None
+    """The version of the step that it goes on from; None: that was not published here."""
 
 
 def history_of(records: Iterable[Record], *, step: int, position: BusPosition) -> History:
@@ -95,6 +101,8 @@ class _Fold:
         self._options: Mapping[str, Any] = {}
         self._gone: list[RecordsGone] = []
         """Since the checkpoint."""
+        self._model: ModelTaken | None = None
+        self._published: VersionPublished | None = None
 
     def take(self, record: Record) -> None:
         match record:
@@ -112,6 +120,10 @@ class _Fold:
                 self._lost(record)
             case Saved():
                 self._saved(record)
+            case ModelTaken():
+                self._model = record
+            case VersionPublished() if record.step == self._step:
+                self._published = record
             case TrainerEnded(reason=EndReason.FAILED) if self._in_progress in self._steps:
                 self._steps[self._in_progress] = replace(self._steps[self._in_progress], options=None)
             case _:
@@ -124,7 +136,13 @@ class _Fold:
                 break
             steps.append(planned)
         return History(
-            steps=tuple(steps), drops=self._drops, closed_groups=self._closed, known=self._known, options=self._options
+            steps=tuple(steps),
+            drops=self._drops,
+            closed_groups=self._closed,
+            known=self._known,
+            options=self._options,
+            model=self._model,
+            published=self._published,
         )
 
     def _queued(self, record: Queued) -> None:

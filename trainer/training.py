@@ -14,11 +14,13 @@ from typing import TypeVar
 
 import structlog
 
+from configs.errors import ConfigError
 from configs.live import LiveSettings
 from configs.loader import dump
+from configs.model_files import model_files, other_files
 from configs.paths import adapter_dir, socket_dir
 from configs.schema import Settings
-from sample_bus.journal import VersionPublished
+from sample_bus.journal import ModelTaken, VersionPublished
 from sample_bus.journal_writer import JournalWriter
 from sample_bus.messages import RoundSummary, TrainerState
 from sample_bus.protocols import Hub
@@ -27,6 +29,7 @@ from trainer.clock import ActivityClock
 from trainer.commits import Commits
 from trainer.evaluations import Evaluations
 from trainer.fsdp import FsdpPolicy
+from trainer.history import History
 from trainer.intake import Intake
 from trainer.loop import TrainingLoop
 from trainer.models import prepare_model
@@ -58,6 +61,7 @@ class Surroundings:
     retained: Retained | None
     checkpoint: Checkpoint | None
     """Where the run goes on from; the hub stands at its position."""
+    history: History
     run_id: str
     incarnation: str
     drain: asyncio.Event
@@ -75,10 +79,17 @@ async def train(around: Surroundings) -> None:
 
     board.enter(TrainerState.STARTING, f"preparing model {settings.model.source}")
     prepared = await in_thread(lambda: prepare_model(settings))
-    where = {"model_dir": str(prepared.model_dir), "model_dtype": str(prepared.dtype).removeprefix("torch.")}
+    files = await in_thread(lambda: model_files(prepared.model_dir))
+    refuse_another_model(files, around.history, settings)
+    where = {
+        "model_dir": str(prepared.model_dir),
+        "model_dtype": str(prepared.dtype).removeprefix("torch."),
+        "model_files": files,
+    }
     sends_adapters = settings.weight_sync.lora == "adapter"
     if not sends_adapters:
         board.set(**where)
+        await board.flush()  # before any version of it: a rollouter of another model must not take one
     board.enter(TrainerState.STARTING, "loading the model")
     policy = await in_thread(
         lambda: FsdpPolicy(
@@ -93,9 +104,12 @@ async def train(around: Surroundings) -> None:
     if sends_adapters:
         await in_thread(lambda: policy.write_first_adapter(adapter_dir(settings)))
         board.set(**where)
+        await board.flush()
     randomness = Randomness()
     parts: Mapping[str, Part] = {"policy": policy, "random": randomness}
     await in_thread(lambda: _begin(around.checkpoint, parts, randomness, seed=settings.seed))
+    if around.history.model is None:
+        around.journal.write(ModelTaken(at=time.time(), source=settings.model.source, files=files))
     checkpoint = around.checkpoint
     own = checkpoint is not None and checkpoint.state.run_id == around.run_id
     step, version = (checkpoint.state.step, checkpoint.state.policy_version) if checkpoint else (0, 0)
@@ -125,9 +139,7 @@ async def train(around: Surroundings) -> None:
         socket_dir=socket_dir(settings),
         dtype=prepared.dtype,
         loop=loop,
-        on_version=lambda version, digest: around.journal.write(
-            VersionPublished(at=time.time(), policy_version=version, step=board.status.step, digest=digest)
-        ),
+        on_version=lambda version, digest: _note_version(around, version, digest),
         on_round=lambda summary: _say_round(board, tracker, summary),
         probe=probe,
         on_wait=lambda what: board.set(detail=what),
@@ -163,6 +175,28 @@ async def train(around: Surroundings) -> None:
             await _run(training, publisher, around, evaluations if settings.evaluation.at_start else None)
     finally:
         await asyncio.to_thread(tracker.close)
+
+
+def refuse_another_model(files: Mapping[str, str], history: History, settings: Settings) -> None:
+    """What the run's records say in tokens is said in those of the model that it was begun with. Raises ConfigError."""
+    begun = history.model
+    if begun is not None and (others := other_files(files, begun.files)):
+        raise ConfigError(
+            f"model.source={settings.model.source}: is another model than the one with which the run in {settings.run_dir} was "
+            f"begun (model.source={begun.source}; not the same: {', '.join(others)}); begin afresh with checkpoint.resume=never"
+        )
+
+
+def _note_version(around: Surroundings, version: int, digest: str) -> None:
+    before, step = around.history.published, around.board.status.step
+    if before is not None and (before.step, before.policy_version) == (step, version) and before.digest != digest:
+        log.warning(
+            "a policy version is published again with other weights, such as those of another model.dtype",
+            policy_version=version,
+            digest=digest,
+            digest_before=before.digest,
+        )
+    around.journal.write(VersionPublished(at=time.time(), policy_version=version, step=step, digest=digest))
 
 
 def _say_round(board: StatusBoard, tracker: Tracker, summary: RoundSummary) -> None:

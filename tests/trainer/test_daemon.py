@@ -13,6 +13,7 @@ import pytest
 
 from configs.schema import Settings
 from sample_bus.journal import (
+    ModelTaken,
     Queued,
     RecordsDropped,
     Saved,
@@ -69,7 +70,8 @@ async def test_a_run_is_written_down_and_committed_with_its_checkpoints(tmp_path
         await task
     kinds = [type(record) for record in journal(tmp_path) if not isinstance(record, Queued)]
     step = [StepBegan, StepTrained, VersionPublished]
-    assert kinds == [TrainerBegan, VersionPublished, *step, *step, Saved, *step, *step, Saved, RecordsDropped, TrainerEnded]
+    start = [TrainerBegan, ModelTaken, VersionPublished]
+    assert kinds == [*start, *step, *step, Saved, *step, *step, Saved, RecordsDropped, TrainerEnded]
     assert len(journal(tmp_path, Queued)) == 36
     assert [len(record.samples) for record in journal(tmp_path, StepBegan)] == [8, 7, 8, 8]
     assert [[seq for _, _, seq in record.closures] for record in journal(tmp_path, StepBegan)] == [[], [9], [], []]
