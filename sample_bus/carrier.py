@@ -49,6 +49,11 @@ class LinkCarrier(Protocol):
         before the first call after `open_stream`, or after `hold`."""
         ...
 
+    def bound(self, max_bytes: int) -> None:
+        """The trainer takes no larger records: of one that is kept it is told with `Withheld`, in the record's place (redis: it
+        reads the record, and refuses it)."""
+        ...
+
     def hold(self) -> None:
         """Deliver nothing more until `deliver`: the trainer is away or does not know us."""
         ...

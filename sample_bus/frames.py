@@ -6,7 +6,8 @@ Conversation of a client with the trainer, in order:
     HELLO → WELCOME | REFUSED       who I am / which run this is, and all topics
     OPEN → OPENED                   where my stream stands / where you believe it stands, what you account for, credit
     DATA → ACK                      a record / what was received, settled and committed, and the credit
-    REJECTED ←                      a record did not decode; it will not be trained
+    WITHHELD →                      a record is larger than this trainer takes; it stands in for DATA
+    REJECTED ←                      a record did not decode, or was withheld; it will not be trained
     TOPIC ⇄                         a retained value changed
     REQUEST → REPLY
     HEARTBEAT ⇄                     from the I/O thread of each end
@@ -25,7 +26,7 @@ from typing import Any, ClassVar, get_args, get_origin, get_type_hints
 from sample_bus.errors import WireError
 from sample_bus.packing import Buffer, pack, unpack
 
-PROTOCOL = 2
+PROTOCOL = 3
 MAX_CONTROL_BYTES = 16 << 20
 MAX_TEXT = 4096
 MAX_ITEMS = 1024
@@ -160,8 +161,31 @@ class Rejected:
     """There is nothing to decode: the broker has the record no more."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Withheld:
+    """In the place of a record that was kept when more was allowed."""
+
+    KIND: ClassVar[int] = 15
+    seq: int
+    nbytes: int
+
+
 Control = (
-    Hello | Welcome | Refused | Reset | Ack | TopicValue | Request | Reply | Heartbeat | Bye | Data | Open | Opened | Rejected
+    Hello
+    | Welcome
+    | Refused
+    | Reset
+    | Ack
+    | TopicValue
+    | Request
+    | Reply
+    | Heartbeat
+    | Bye
+    | Data
+    | Open
+    | Opened
+    | Rejected
+    | Withheld
 )
 _KINDS: dict[int, type[Control]] = {kind.KIND: kind for kind in get_args(Control)}
 _LAYOUT: dict[type[Control], dict[str, Any]] = {

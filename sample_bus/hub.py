@@ -37,6 +37,7 @@ from sample_bus.frames import (
     Reset,
     TopicValue,
     Welcome,
+    Withheld,
 )
 from sample_bus.inbox import Inbox, Place, Verdict
 from sample_bus.messages import Message
@@ -70,6 +71,7 @@ class BusHub:
         self._incarnation = incarnation
         self._origin_version = 0
         self._quarantine = quarantine
+        self._max_sample_bytes = min(bus.max_sample_bytes, bus.max_queued_bytes)
         self._inbox = Inbox(max_samples=bus.max_queued_samples, max_bytes=bus.max_queued_bytes)
         self._arrived = asyncio.Event()
         self._ack_scheduled = False
@@ -296,6 +298,18 @@ class BusHub:
         tell = log.debug if path is None else log.warning  # one line for each that is kept: a flood does not fill the log too
         tell("message rejected", source=source, seq=event.seq, error=event.error, kept=str(path))
 
+    def _reject_withheld(self, client: Client, message: Withheld) -> None:
+        """A record that was kept when the bus carried more; as one that does not decode, but that nobody has its bytes."""
+        if client.role is not Role.ROLLOUTER or client.epoch is None:
+            self._ask_to_greet(client.peer)
+            return
+        error = (
+            f"{message.nbytes} bytes, the bus carries at most {self._max_sample_bytes} "
+            "(bus.max_sample_bytes, bus.max_queued_bytes): it was offered when that was more"
+        )
+        self._reject(events.Malformed(peer=client.peer, seq=message.seq, error=error, frames=()))
+        self._schedule_acks()
+
     def _take_control(self, peer: bytes, message: Control) -> None:
         client = self._clients.at(peer)
         if isinstance(message, Hello):
@@ -310,6 +324,8 @@ class BusHub:
                 log.warning("topic refused", source=client.name, topic=message.name)
         elif isinstance(message, Request):
             self._answers.answer((client.name, client.process), message, lambda reply: self._reply(client.process, reply))
+        elif isinstance(message, Withheld):
+            self._reject_withheld(client, message)
         elif isinstance(message, Open):
             self._open_stream(client, message)
         elif isinstance(message, Bye):
@@ -354,7 +370,7 @@ class BusHub:
             incarnation=self._incarnation,
             run=self._run,
             run_id=self._run_id,
-            max_sample_bytes=min(self._bus.max_sample_bytes, self._bus.max_queued_bytes),
+            max_sample_bytes=self._max_sample_bytes,
             topics=[
                 TopicValue(name=name, revision=retained.revision, value=retained.value)
                 for name, retained in self._board.items()

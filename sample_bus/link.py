@@ -114,7 +114,7 @@ class BusLink:
             raise BusError(f"{self._name}: no stream is open: wait for a resumption first")
         last = self._outbox.num_stored
         async for frames_of_one in self._reads.read(max(first, self._outbox.committed), last):
-            yield wire.decode(frames_of_one, max_bytes=self._bus.max_sample_bytes)
+            yield wire.decode(frames_of_one, max_bytes=wire.num_bytes(frames_of_one))
 
     def rejections(self) -> AsyncIterator[Rejection]:
         return self._rejections.follow()
@@ -141,10 +141,7 @@ class BusLink:
     async def _put(self, parts: Parts, what: str, size: str = "") -> SampleId:
         nbytes = wire.PREFIX_BYTES + wire.num_bytes(parts)
         if nbytes > self._max_sample_bytes:
-            raise SampleTooLarge(
-                f"{what}: {nbytes} bytes{size}, the bus carries at most {self._max_sample_bytes} "
-                "(bus.max_sample_bytes, bus.max_queued_bytes)"
-            )
+            raise self._too_large(nbytes, f"{what}: ", size)
         offer = Offer(parts, nbytes, asyncio.get_running_loop().create_future())
         self._outbox.add(offer)
         try:
@@ -152,6 +149,12 @@ class BusLink:
         except asyncio.CancelledError:
             self._outbox.withdraw(offer)
             raise
+
+    def _too_large(self, nbytes: int, what: str = "", size: str = "") -> SampleTooLarge:
+        return SampleTooLarge(
+            f"{what}{nbytes} bytes{size}, the bus carries at most {self._max_sample_bytes} "
+            "(bus.max_sample_bytes, bus.max_queued_bytes)"
+        )
 
     # ── the trainer ──────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -365,6 +368,8 @@ class BusLink:
             next_seq=self._told_next_seq,
         )
         self._begin(welcome, resumption)
+        self._carrier.bound(welcome.max_sample_bytes)
+        self._outbox.bound(welcome.max_sample_bytes, self._too_large)
         self._outbox.resume(opened.ack.received, opened.ack.committed, _credit(opened.ack))
 
     def _begin(self, welcome: frames.Welcome, resumption: Resumption) -> None:

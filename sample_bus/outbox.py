@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -49,6 +49,7 @@ class Outbox:
         self._credit = Credit()
         self._received = 0
         self._limit = 0
+        self._max_bytes: int | None = None
         self._delivers = False
         self._waiting: deque[Offer] = deque()
         self._storing: deque[Offer] = deque()
@@ -114,6 +115,15 @@ class Outbox:
         self._outflow.deliver(received, self._limit)
         self._pump()
 
+    def bound(self, max_bytes: int, refusal: Callable[[int], Exception]) -> None:
+        """The trainer takes no record above `max_bytes`: end those that wait with the refusal for their size. What is kept goes
+        to it all the same, by number and without its bytes."""
+        self._max_bytes = max_bytes
+        for offer in [offer for offer in self._waiting if offer.nbytes > max_bytes]:
+            self._waiting.remove(offer)
+            if not offer.done.done():
+                offer.done.set_exception(refusal(offer.nbytes))
+
     def advance(self, received: int, committed: int, credit: Credit) -> None:
         """An acknowledgement; an older one than known changes nothing."""
         if received < self._received or not self._delivers:
@@ -159,6 +169,8 @@ class Outbox:
             self._outflow.free(committed)
 
     def _allows(self, seq: int, nbytes: int) -> bool:
+        if seq < self._credit.samples and self._max_bytes is not None and nbytes > self._max_bytes:
+            return True
         used = self._sizes.before(seq) - self._sizes.before(self._received)
         return seq < self._credit.samples and used + nbytes <= self._credit.room_bytes
 

@@ -1,6 +1,7 @@
 """A producer's records between the event loop, its spool and its socket. Lives in the I/O thread.
 
-Invariant: a record is sent only once it is in the spool, in order, below the limit that was set; while the disk does not take
+Invariant: a record is sent only once it is in the spool, in order, below the limit that was set, or if it is larger than the
+trainer takes its number alone; while the disk does not take
 it everything behind it waits, and nothing is lost.
 """
 
@@ -11,6 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Protocol
 
+from sample_bus import wire
 from sample_bus.errors import JournalError
 from sample_bus.events import (
     SERVER,
@@ -22,7 +24,7 @@ from sample_bus.events import (
     StreamFailed,
     StreamOpened,
 )
-from sample_bus.frames import Data, encode_control
+from sample_bus.frames import Data, Withheld, encode_control
 from sample_bus.spool import Spool
 
 RETRY_S = 0.25
@@ -56,6 +58,7 @@ class Outflow:
         """Kept records that were not delivered and are still in memory."""
         self._cursor: int | None = None
         self._limit = 0
+        self._max_bytes: int | None = None
         self._blocked = False
 
     def open_stream(self, run_id: str, *, renew: bool) -> None:
@@ -83,6 +86,9 @@ class Outflow:
             self._cursor = first
         self._limit = limit
         self._deliver()
+
+    def bound(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
 
     def hold(self) -> None:
         self._cursor = None
@@ -149,4 +155,8 @@ class Outflow:
             seq = self._cursor
             frames = self._fresh.pop(seq, None) or spool.read(seq)
             self._cursor += 1
-            self._thread.enqueue(SERVER, [encode_control(Data(seq=seq)), *frames])
+            nbytes = wire.num_bytes(frames)
+            if self._max_bytes is not None and nbytes > self._max_bytes:
+                self._thread.enqueue(SERVER, [encode_control(Withheld(seq=seq, nbytes=nbytes))])
+            else:
+                self._thread.enqueue(SERVER, [encode_control(Data(seq=seq)), *frames])

@@ -90,6 +90,9 @@ class RedisLinkCarrier:
     def deliver(self, first: int | None, limit: int) -> None:
         """The trainer reads from the server by itself, within the room that it has."""
 
+    def bound(self, max_bytes: int) -> None:
+        """The trainer's end refuses what it reads."""
+
     def hold(self) -> None:
         """The trainer reads what it is ready for."""
 

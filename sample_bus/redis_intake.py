@@ -28,7 +28,9 @@ class Entry:
 
 
 class Intake:
-    def __init__(self, producer: str, key: str, epoch: int, first: int) -> None:
+    def __init__(self, producer: str, key: str, epoch: int, first: int, *, max_bytes: int | None = None) -> None:
+        """`max_bytes`: of a record; a larger one will be refused, so it needs no room."""
+        self._max_bytes = max_bytes
         self.producer = producer
         self.key = key
         self.epoch = epoch
@@ -84,7 +86,8 @@ class Intake:
         if not self._held or self._next >= self._limit:
             return None
         nbytes = self._held[0].nbytes
-        if self._flying_bytes + nbytes > self._room_bytes:
+        is_refused = self._max_bytes is not None and nbytes > self._max_bytes
+        if not is_refused and self._flying_bytes + nbytes > self._room_bytes:
             return None
         self._next += 1
         self._flying.append(nbytes)

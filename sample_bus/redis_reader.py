@@ -63,7 +63,7 @@ class ReaderThread:
         self._io.start(self._serve)
 
     def open_stream(self, producer: str, epoch: int, first: int) -> None:
-        intake = Intake(producer, self._keys.stream(self._run_id, producer), epoch, first)
+        intake = Intake(producer, self._keys.stream(self._run_id, producer), epoch, first, max_bytes=self._max_bytes)
         self._io.command(lambda: self._open(intake))
 
     def close_streams(self, producer: str) -> None:

@@ -116,6 +116,9 @@ class ZmqLinkCarrier:
     def deliver(self, first: int | None, limit: int) -> None:
         self._thread.command(lambda: self._outflow.deliver(first, limit))
 
+    def bound(self, max_bytes: int) -> None:
+        self._thread.command(lambda: self._outflow.bound(max_bytes))
+
     def hold(self) -> None:
         self._thread.command(self._outflow.hold)
 

@@ -9,6 +9,7 @@ import pytest
 import structlog
 
 from sample_bus.errors import AddressInUse, BusError, Insecure, PeerLost, Refused, RequestFailed
+from sample_bus.frames import PROTOCOL
 from sample_bus.frames import Refused as RefusedMessage
 from sample_bus.messages import Accepted, EndOfRun, EndReason, RollouterState, RollouterStatus
 from sample_bus.open import open_link
@@ -192,7 +193,7 @@ async def test_client_of_another_protocol_is_refused_with_both_numbers(address: 
     async with hub_at(address):
         with RawClient(address) as client:
             await client.greet(protocol=99)
-            assert "protocol 99, the trainer 2" in (await client.next(RefusedMessage)).reason
+            assert f"protocol 99, the trainer {PROTOCOL}" in (await client.next(RefusedMessage)).reason
 
 
 async def test_rollouter_that_leaves_is_reported_at_once(address: str) -> None:

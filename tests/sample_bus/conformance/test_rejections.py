@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import dataclass
 from typing import Any
 
 import msgpack
 import numpy as np
+import pytest
 
+from sample_bus.errors import SampleTooLarge
 from sample_bus.sample import Sample, SampleId
 from tests.sample_bus.conformance.places import Place
 from tests.sample_bus.conformance.records import sample, task_of
@@ -94,3 +97,53 @@ async def test_rejected_record_is_not_rejected_again_after_its_position_was_stor
             await soon(link.offer(sample(2)))
             assert task_of(await soon(hub.lease())) == "rollouter-2"
             assert hub.consumer_statistics().rejected == 0
+
+
+@pytest.mark.parametrize("setting", ["max_sample_bytes", "max_queued_bytes"])
+@pytest.mark.parametrize("size", [10_000, 2_500_000])
+async def test_record_kept_when_the_bus_carried_more_is_rejected_by_its_id_and_the_stream_goes_on(
+    place: Place, setting: str, size: int
+) -> None:
+    """Below what one message may have, and (22 MB) above it."""
+    changes: dict[str, Any] = {setting: 1 << 16}
+    async with place.link() as link:
+        async with place.hub() as hub:
+            ids = [await soon(link.offer(sample(number, size=size if number == 1 else 2))) for number in range(3)]
+            for _ in range(3):
+                await soon(hub.lease())
+        async with place.hub(incarnation="second", **changes) as hub:
+            leases = [await soon(hub.lease()) for _ in range(2)]
+            assert [task_of(lease) for lease in leases] == ["rollouter-0", "rollouter-2"]
+            told = await soon(anext(link.rejections()))
+            assert told.id == ids[1]
+            assert "at most 65536" in told.error
+            hub.acknowledge([lease.id for lease in leases])
+            assert hub.position().of("rollouter", ids[0].epoch).watermark == 3
+            hub.commit(hub.position())
+            await until(lambda: link.producer_statistics().committed == 3)
+            with pytest.raises(SampleTooLarge, match="65536"):
+                await soon(link.offer(sample(3, size=size)))
+
+
+async def test_offer_that_waited_for_a_trainer_that_takes_less_is_refused(place: Place) -> None:
+    async with place.link() as link:
+        async with place.hub(max_queued_samples=1) as hub:
+            await soon(link.offer(sample(0)))
+            waiting = [asyncio.create_task(link.offer(sample(number, size=size))) for number, size in ((1, 10_000), (2, 2))]
+            await until(lambda: link.producer_statistics().waiting == 2)
+            await soon(hub.lease())
+        async with place.hub(incarnation="second", max_sample_bytes=1 << 16) as hub:
+            with pytest.raises(SampleTooLarge, match="65536"):
+                await soon(waiting[0])
+            assert (await soon(waiting[1])).seq == 1
+            assert [task_of(await soon(hub.lease())) for _ in range(2)] == ["rollouter-0", "rollouter-2"]
+
+
+async def test_producer_reads_back_what_it_kept_when_the_bus_carried_more(place: Place) -> None:
+    async with place.hub() as hub:
+        async with place.link() as link:
+            kept = await soon(link.offer(sample(0, size=10_000)))
+            await soon(hub.lease())
+        async with place.link(max_sample_bytes=1 << 16) as link:
+            await soon(anext(link.resumptions()))
+            assert [sample_id async for sample_id, _ in link.stored()] == [kept]
