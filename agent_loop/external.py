@@ -20,7 +20,7 @@ import structlog
 from agent_loop.errors import AgentLoopError, LoopError
 from agent_loop.gateway.claims import Offer
 from agent_loop.gateway.client import TOKEN_VARIABLE, URL_VARIABLE
-from agent_loop.gateway.program_process import end_of, run_program
+from agent_loop.gateway.program_process import beside_proxies, end_of, run_program
 from agent_loop.gateway.server import Gateway
 from agent_loop.loop import LoopSetup
 from agent_loop.program import branches_of, check_reward, listen, task_of
@@ -187,13 +187,13 @@ class External:
 
     async def _play(self, number: int, token: str, path: Path) -> str:
         """How it ended."""
-        variables = {URL_VARIABLE: self._gateway.base, TOKEN_VARIABLE: token}
+        variables = {URL_VARIABLE: self._gateway.base, TOKEN_VARIABLE: token, **beside_proxies(self._gateway.host)}
         with path.open("ab") as file:
             log.info("program starts", program=number, command=list(self._settings.command), log=str(path))
             try:
-                status, _ = await run_program(self._settings.command, variables, into=file, grace_s=_GRACE_S)
+                ended = await run_program(self._settings.command, variables, into=file, grace_s=_GRACE_S)
             except AgentLoopError as error:
                 return str(error)
         with path.open("rb") as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - 4096))
-            return f"the program ended with status {status}: {end_of(file.read())!r} ({path})"
+            return f"the program ended with status {ended.status}: {end_of(file.read())!r} ({path})"

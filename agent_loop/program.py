@@ -6,6 +6,9 @@ never becomes a reward of 0.
 
 from __future__ import annotations
 
+import contextlib
+import tempfile
+from collections.abc import Iterator
 from typing import Any, Self
 
 import orjson
@@ -16,7 +19,7 @@ from agent_loop.errors import LoopError, Unscored
 from agent_loop.gateway.asks import Refusal
 from agent_loop.gateway.branches import Branches
 from agent_loop.gateway.http import read_reward
-from agent_loop.gateway.program_process import end_of, run_program
+from agent_loop.gateway.program_process import beside_proxies, run_program
 from agent_loop.gateway.served import facts_of
 from agent_loop.gateway.server import Gateway
 from agent_loop.loop import LoopSetup
@@ -26,6 +29,9 @@ from agent_loop.tool_formats import ToolFormat, format_of_template
 from configs.schema import GatewaySettings, ToolSettings
 
 log = structlog.get_logger()
+
+_MAX_VARIABLE_BYTES = 100_000
+"""Linux takes no variable of more than 128 KiB (execve(2), MAX_ARG_STRLEN)."""
 
 
 class Program:
@@ -63,18 +69,19 @@ class Program:
                 "OPENAI_BASE_URL": facts["base_url"],
                 "OPENAI_API_KEY": facts["api_key"],
                 "HEADRACE_REWARD_URL": facts["reward_url"],
-                "HEADRACE_TASK": orjson.dumps(told).decode(),
+                **beside_proxies(self._gateway.host),
             }
-            status, output = await run_program(self._settings.command, variables)
+            with _task_in(variables, told):
+                ended = await run_program(self._settings.command, variables)
         finally:
             await self._gateway.close(served)
-        log.debug("program ended", rollout_id=session.rollout_id, status=status, output=end_of(output))
+        log.debug("program ended", rollout_id=session.rollout_id, status=ended.status, said=ended.words)
         if served.failure is not None:
             raise served.failure
-        if status != 0:
-            raise LoopError(f"rollout {session.rollout_id}: the program ended with status {status}: {end_of(output)!r}")
+        if ended.status != 0:
+            raise LoopError(f"rollout {session.rollout_id}: the program ended with status {ended.status}: {ended.words!r}")
         if session.reward is None and self._settings.reward == "last_line":
-            session.reward, session.reward_parts = _last_line(output, session.rollout_id)
+            session.reward, session.reward_parts = _last_line(ended.output, session.rollout_id)
         check_reward(session, self._settings)
 
 
@@ -107,6 +114,21 @@ def task_of(task: Task) -> Any:
         return orjson.loads(orjson.dumps(told, option=orjson.OPT_SERIALIZE_NUMPY))
     except TypeError as error:
         raise LoopError(f"task {task.task_id}: cannot be told to a program as JSON: {error}") from error
+
+
+@contextlib.contextmanager
+def _task_in(variables: dict[str, str], told: Any) -> Iterator[None]:
+    """Inside, the program finds its task by `variables`: in one of them, or where it is too long for that in a file."""
+    text = orjson.dumps(told)
+    if len(text) <= _MAX_VARIABLE_BYTES:
+        variables["HEADRACE_TASK"] = text.decode()
+        yield
+        return
+    with tempfile.NamedTemporaryFile(prefix="headrace-task-", suffix=".json") as file:
+        file.write(text)
+        file.flush()
+        variables["HEADRACE_TASK_FILE"] = file.name
+        yield
 
 
 def check_reward(session: Session, settings: GatewaySettings) -> None:

@@ -86,6 +86,8 @@ class Session:
         self._forks: list[Session] = []
         self._rewarded: tuple[Segment, int] | None = None
         self._num_turns = 0
+        self._turn: tuple[Segment, int, int] = (self._segment, 0, 0)
+        """Where the last turn began: its segment, its first piece there, and the turns before it."""
         self._last_end: Literal["stop", "length"] | None = None
         self._slices = slices
         self._recorder: Recorder = recorder or Unrecorded()
@@ -102,6 +104,11 @@ class Session:
     def num_turns(self) -> int:
         """Turns taken so far, in all segments."""
         return self._num_turns
+
+    @property
+    def last_end(self) -> Literal["stop", "length"] | None:
+        """How the last turn ended; None before one did."""
+        return self._last_end
 
     @property
     def room(self) -> int:
@@ -188,6 +195,13 @@ class Session:
         segment, token = self._rewarded
         segment.rewards.append((token, float(value)))
 
+    def disown_turn(self) -> None:
+        """Train nothing of the last turn, nor of one that was broken off: nobody acted on it. Its tokens stay as context."""
+        segment, first, num_turns = self._turn
+        self._recorder.spoil()
+        segment.disown(first)
+        self._num_turns = num_turns
+
     def truncate(self) -> None:
         """Say that the rollout ends for want of room: its stop reason is `length`."""
         self._last_end = None if self._last_end is None else "length"
@@ -231,6 +245,7 @@ class Session:
                 f"{self.max_model_len}: no room for a turn"
             )
         start = self.num_tokens
+        self._turn = (self._segment, len(self._segment.pieces), self._num_turns)
         parts, end = self._recall()
         budget -= sum(int(part.token_ids.size) for part in parts)
         if end is None and budget < 1:
@@ -310,19 +325,21 @@ class Session:
         """What was recorded. Raises LoopError if nothing was generated, Diverged if the loop ended before what is restored."""
         if self._restored:
             raise self._diverged("ended", self._restored[0])
-        own = self.segments()
-        if self._last_end is None or not own:
-            raise LoopError(f"rollout {self.rollout_id}: the agent loop ended without a generated token")
         forks = list(self.forks())
+        # Where nothing of its own is left (`disown_turn`), the first fork stands for it.
+        first = next((one for one in (self, *forks) if one.segments()), self)
+        own = first.segments()
+        if first.last_end is None or not own:
+            raise LoopError(f"rollout {self.rollout_id}: the agent loop ended without a generated token")
         counts = dict(self.counts)
         for fork in forks:
             for name, count in fork.counts.items():
                 counts[name] = counts.get(name, 0) + count
         return assemble(
-            [*own, *(segment for fork in forks for segment in fork.segments())],
+            [*own, *(segment for fork in forks if fork is not first for segment in fork.segments())],
             num_own_segments=len(own),
             num_turns=self._num_turns + sum(fork.num_turns for fork in forks),
-            stop_reason=self._last_end,
+            stop_reason=first.last_end,
             reward=self.reward,
             reward_parts=self.reward_parts,
             counts=counts,

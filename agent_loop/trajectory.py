@@ -33,6 +33,13 @@ class Segment:
         self.pieces.append(piece)
         self.num_tokens += int(piece.token_ids.size if isinstance(piece, Generation) else piece.size)
 
+    def disown(self, first: int) -> None:
+        """From piece `first` on nothing counts as sampled: it is context. For a turn that ends the segment."""
+        begin = sum(int(piece.token_ids.size if isinstance(piece, Generation) else piece.size) for piece in self.pieces[:first])
+        self.pieces[first:] = [piece.token_ids if isinstance(piece, Generation) else piece for piece in self.pieces[first:]]
+        self.rewards = [(token, value) for token, value in self.rewards if token < begin]
+        self.turns = [turn for turn in self.turns if turn[0] < begin]
+
     @property
     def tokens(self) -> npt.NDArray[np.int32]:
         """[n] int32"""

@@ -523,6 +523,7 @@ class GatewaySettings(Section):
         "run",
         description="A request that asks for another temperature than the run samples at: sampled at the run's, or refused.",
     )
+    max_calls: int = Field(1000, ge=1, description="Calls of one rollout that are answered in all.")
     max_calls_per_session: int = Field(16, ge=1, description="Calls of one rollout that are answered at once; then 429.")
     host: str = Field("127.0.0.1", description="Where the gateway listens.")
     port: int = Field(0, ge=0, le=65535, description="0: any free port.")

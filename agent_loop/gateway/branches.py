@@ -6,6 +6,8 @@ branch of its own, in a segment of its own; so does a request that comes while i
 
 from __future__ import annotations
 
+import asyncio
+import json
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -24,6 +26,8 @@ from agent_loop.tool_formats import Call, ToolFormat, read_calls
 
 _SIGNS = {ToolFormat.HERMES: "<tool_call>", ToolFormat.MISTRAL: "[TOOL_CALLS]", ToolFormat.DEEPSEEK: "<｜tool▁calls▁begin｜>"}
 """What stands before the first call; in other formats a call is the whole reply."""
+_LONG_TEXT = 20_000
+"""Characters of messages that are encoded in a thread: it takes some milliseconds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -38,6 +42,8 @@ class Answer:
     finish_reason: Literal["stop", "length", "tool_calls"]
     token_texts: tuple[str, ...]
     """Of the turn's tokens, where logprobs were asked for."""
+    branch: Any
+    """Where it was given."""
 
 
 class TextCodec(Protocol):
@@ -74,8 +80,9 @@ class _Talk:
             return False
         return all(one == other for one, other in zip(told, messages, strict=False))
 
-    def open(self, ask: Ask) -> None:
+    def open(self, ask: Ask) -> bool:
         self._chat.open()
+        return True
 
     def show(self, ask: Ask) -> bool:
         return self._chat.show(ask.messages[len(self._told) :])
@@ -112,13 +119,14 @@ class _Text:
         tokens = self.session.tokens
         return len(ask.prompt) > tokens.size and np.array_equal(np.array(ask.prompt[: tokens.size], np.int32), tokens)
 
-    def open(self, ask: TextAsk) -> None:
+    def open(self, ask: TextAsk) -> bool:
         if isinstance(ask.prompt, str):
             codec: TextCodec = self._codec
             self._text = ask.prompt
             self.session.append(codec.encode_prompt(ask.prompt)[1])
         else:
             self.session.append(ask.prompt)
+        return True
 
     def show(self, ask: TextAsk) -> bool:
         if isinstance(ask.prompt, str):
@@ -160,41 +168,55 @@ class Branches:
     async def answer(self, ask: Ask) -> Answer:
         """Sample the assistant's next turn. Raises Refusal (400) where it does not fit, and what the engine raises: the rollout
         cannot go on then, since the turn was begun."""
-        talk = self._branch(self._talks, ask, lambda session: _Talk(session, ask, self._history))
+        size = sum(len(message["content"]) for message in ask.messages)
+        talk = await self._branch(self._talks, ask, lambda session: _Talk(session, ask, self._history), size)
         num_prompt_tokens = talk.session.num_tokens
         turn = await self._generate(talk, ask.max_tokens)
         content, calls = self._read(talk.took(turn), turn, bool(ask.tools))
         talk.told(ask, content, calls)
         ended: Literal["stop", "length", "tool_calls"] = "tool_calls" if calls else _end_of(turn)
-        return self._answer(content, calls, turn, num_prompt_tokens, ended, logprobs=ask.logprobs)
+        return self._answer(talk, content, calls, turn, num_prompt_tokens, ended, logprobs=ask.logprobs)
 
     async def go_on(self, ask: TextAsk) -> Answer:
         """Sample what follows a text. Raises as `answer`."""
-        text = self._branch(self._texts, ask, _Text)
+        text = await self._branch(self._texts, ask, _Text, len(ask.prompt))
         num_prompt_tokens = text.session.num_tokens
         turn = await self._generate(text, ask.max_tokens)
-        return self._answer(text.took(turn), (), turn, num_prompt_tokens, _end_of(turn), logprobs=ask.logprobs)
+        return self._answer(text, text.took(turn), (), turn, num_prompt_tokens, _end_of(turn), logprobs=ask.logprobs)
 
-    def _branch(self, branches: list[B], ask: Any, make: Callable[[Session], B]) -> B:
-        """The branch that `ask` goes on from, the one that was told most if there are several, or a new one; what is new was
-        shown. Raises Refusal (400)."""
+    def disown(self, answer: Answer) -> None:
+        """Nobody got `answer`, so nobody acts on it: it is not trained, and nothing goes on from it."""
+        branch = answer.branch
+        if branch in (*self._talks, *self._texts):
+            branch.session.disown_turn()
+            self._forget(branch)
+            self._root.count("abandoned_turns")
+
+    async def _branch(self, branches: list[B], ask: Any, make: Callable[[Session], B], size: int) -> B:
+        """The branch that `ask`, of about `size` characters, goes on from, the one that was told most if there are several, or
+        a new one; what is new was shown, and it is taken. Raises Refusal (400)."""
         found = max((one for one in branches if not one.busy and one.goes_on(ask)), key=lambda one: one.extent, default=None)
         branch = found or make(self._session())
         session = branch.session
+        branch.busy = True
+        begin = branch.open if found is None else branch.show
         try:
-            if found is None:
-                branch.open(ask)
-            elif not branch.show(ask):
+            # Long texts are encoded beside the event loop.
+            fits = begin(ask) if size < _LONG_TEXT else await asyncio.to_thread(begin, ask)
+            if not fits:
                 raise _too_long("the prompt does not fit into engine.max_model_len")
-        except AgentLoopError as error:
+        except BaseException as error:
+            branch.busy = False
             if found is None:
                 self._give_back(session)
+            if not isinstance(error, AgentLoopError):
+                raise
             raise Refusal(400, str(error), code="invalid_messages", param="messages") from error
         if found is None:
             if session.room < 1:
                 self._give_back(session)
-                size = f"the prompt has {session.num_tokens} tokens, and engine.max_model_len is {session.max_model_len}"
-                raise _too_long(size)
+                why = f"the prompt has {session.num_tokens} tokens, and engine.max_model_len is {session.max_model_len}"
+                raise _too_long(why)
             branches.append(branch)
             if session is not self._root:
                 self._root.count("branches")
@@ -209,9 +231,12 @@ class Branches:
 
     async def _generate(self, branch: _Talk | _Text, max_tokens: int | None) -> Generation:
         limit = branch.session.sampling.max_tokens
-        branch.busy = True
         try:
             return await branch.session.generate(max_tokens=min(limit, max_tokens or limit))
+        except asyncio.CancelledError:
+            branch.session.disown_turn()
+            self._forget(branch)
+            raise
         except NoRoom as error:
             self._forget(branch)
             raise _too_long(str(error)) from error
@@ -229,6 +254,7 @@ class Branches:
 
     def _answer(
         self,
+        branch: _Talk | _Text,
         content: str,
         calls: tuple[Mapping[str, Any], ...],
         turn: Generation,
@@ -246,6 +272,7 @@ class Branches:
             num_prompt_tokens=num_prompt_tokens,
             finish_reason=ended,
             token_texts=texts,
+            branch=branch,
         )
 
     def _read(self, text: str, turn: Generation, has_tools: bool) -> tuple[str, tuple[Mapping[str, Any], ...]]:
@@ -258,7 +285,7 @@ class Branches:
                 "function": {"name": call.name, "arguments": dict(call.arguments)},
             }
             for call in found
-            if isinstance(call, Call)
+            if isinstance(call, Call) and _is_json(call)
         )
         if len(calls) < len(found):
             self._root.count("tool_parse_errors")
@@ -268,6 +295,15 @@ class Branches:
         self._root.count("tool_calls", len(calls))
         before, found_sign, _ = text.partition(_SIGNS.get(self._format, "\0"))
         return before.strip() if found_sign else "", calls
+
+
+def _is_json(call: Call) -> bool:
+    """Whether a program can be told its arguments."""
+    try:
+        json.dumps([call.name, dict(call.arguments)], allow_nan=False, ensure_ascii=False).encode()
+    except (ValueError, TypeError, RecursionError):
+        return False
+    return True
 
 
 def _end_of(turn: Generation) -> Literal["stop", "length"]:

@@ -88,6 +88,10 @@ class Claims:
         self._waiting.append(waiter)
         try:
             await asyncio.wait((waiter,), timeout=timeout_s)
+        except asyncio.CancelledError:  # whoever asked has hung up
+            if waiter.done() and not waiter.cancelled():
+                self.offer(waiter.result(), first=True)
+            raise
         finally:
             if waiter in self._waiting:
                 self._waiting.remove(waiter)

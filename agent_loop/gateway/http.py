@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import math
 from typing import Any
 
 import orjson
@@ -36,7 +38,11 @@ def bearer_of(request: web.Request) -> bytes:
 
 
 def told(body: dict[str, Any], *, status: int = 200, headers: dict[str, str] | None = None) -> web.Response:
-    return web.Response(body=orjson.dumps(body), status=status, content_type="application/json", headers=headers)
+    try:
+        content = orjson.dumps(body)
+    except TypeError:  # half a surrogate, which a model may write
+        content = json.dumps(body).encode()
+    return web.Response(body=content, status=status, content_type="application/json", headers=headers)
 
 
 def told_refusal(refusal: Refusal) -> web.Response:
@@ -51,12 +57,13 @@ def read_reward(body: Any) -> tuple[float, dict[str, float]]:
         value = body.get("reward")
     else:
         parts, value = {}, body
-    if value is None or not _is_number(value):
-        raise Refusal(400, f"reward: got {value!r}, expected a finite number", code="invalid_reward", param="reward")
-    if not isinstance(parts, dict) or len(parts) > _MAX_PARTS or not all(_is_number(part) for part in parts.values()):
+    if value is None or not _is_finite(value) or not abs(value) <= MAX_REWARD:
+        why = f"reward: got {value!r}, expected a finite number of at most {MAX_REWARD:g} in size"
+        raise Refusal(400, why, code="invalid_reward", param="reward")
+    if not isinstance(parts, dict) or len(parts) > _MAX_PARTS or not all(map(_is_finite, parts.values())):
         raise Refusal(400, f"parts: expected at most {_MAX_PARTS} finite numbers by name", code="invalid_reward", param="parts")
     return float(value), {str(name): float(part) for name, part in parts.items()}
 
 
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= MAX_REWARD
+def _is_finite(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)

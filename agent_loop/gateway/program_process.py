@@ -1,6 +1,7 @@
 """A program that plays rollouts, as a process of its own.
 
-Invariant: the program and everything below it end with whoever waits for it, whatever it does, and with this process.
+Invariant: the program and everything below it end with whoever waits for it, whatever it does, and with this process. Nobody
+waits for what a program that has ended left behind.
 """
 
 from __future__ import annotations
@@ -10,8 +11,10 @@ import contextlib
 import os
 import signal
 import sys
-from collections.abc import Mapping, Sequence
-from typing import IO, Any
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
 
 from agent_loop.errors import LoopError
 from agent_loop.rewards.process import kill_tree
@@ -19,56 +22,140 @@ from configs.parent_death import die_with
 
 _KEPT_BYTES = 1 << 16
 _SHOWN_BYTES = 500
+_REST_S = 0.5
+"""How long what a program left may hold its output open before it is looked for."""
+_PROXIES = ("NO_PROXY", "no_proxy")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ended:
+    """How a program ended."""
+
+    status: int
+    output: bytes = b""
+    """The end of its standard output: 64 KiB."""
+    errors: bytes = b""
+    """The end of its standard error: 64 KiB."""
+
+    @property
+    def words(self) -> str:
+        """The end of what it said, for an error."""
+        return end_of(self.errors.strip() or self.output)
 
 
 async def run_program(
     command: Sequence[str], variables: Mapping[str, str], *, into: IO[bytes] | None = None, grace_s: float = 0.0
-) -> tuple[int, bytes]:
-    """(exit status, the end of its output: 64 KiB, of which none is kept when it goes `into` a file).
+) -> Ended:
+    """Play `command` to its end, with `variables` beside this process's environment; what it prints goes `into` a file, if
+    there is one.
 
     A command `python` is the Python that this process runs on. Cancelled, the program is asked to end by SIGTERM where it has
     `grace_s` for it, and then killed. Raises LoopError when it cannot be started.
     """
-    try:
-        process = await asyncio.create_subprocess_exec(
-            *(sys.executable if command[0] == "python" else command[0], *command[1:]),
-            stdin=asyncio.subprocess.DEVNULL,
-            stdout=asyncio.subprocess.PIPE if into is None else into,
-            stderr=asyncio.subprocess.STDOUT,
-            env={**os.environ, **variables},
-            start_new_session=True,
-            preexec_fn=die_with(os.getpid(), signal.SIGKILL),
-        )
-    except OSError as error:
-        raise LoopError(f"gateway.command: {command[0]} cannot be started: {error.strerror or error}") from error
-    kept = bytearray()
-    reading = asyncio.create_task(_keep_end(process.stdout, kept))
-    try:
-        return await process.wait(), await _rest(reading, kept)
-    finally:
-        if process.returncode is None and grace_s > 0:
-            with contextlib.suppress(ProcessLookupError):
-                process.terminate()
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(grace_s):
-                    await process.wait()
-        await asyncio.to_thread(kill_tree, process.pid, is_reaped=process.returncode is not None)
-        reading.cancel()
+    async with contextlib.AsyncExitStack() as stack:
+        output = errors = None
+        if into is None:
+            output, errors = [await stack.enter_async_context(_tail()) for _ in range(2)]
+        try:
+            process = await asyncio.create_subprocess_exec(
+                *(sys.executable if command[0] == "python" else command[0], *command[1:]),
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=into if output is None else output.end,
+                stderr=asyncio.subprocess.STDOUT if errors is None else errors.end,
+                env={**os.environ, **variables},
+                start_new_session=True,
+                preexec_fn=die_with(os.getpid(), signal.SIGKILL),
+            )
+        except OSError as error:
+            raise LoopError(f"gateway.command: {command[0]} cannot be started: {error.strerror or error}") from error
+        try:
+            status = await process.wait()
+        finally:
+            if process.returncode is None and grace_s > 0:
+                await _ask_to_end(process, grace_s)
+            await asyncio.to_thread(kill_tree, process.pid, is_reaped=process.returncode is not None)
+        if output is None or errors is None:
+            return Ended(status=status)
+        kept = [await tail.rest(lambda: _kill_leftovers(variables)) for tail in (output, errors)]
+        return Ended(status=status, output=kept[0], errors=kept[1])
 
 
-async def _rest(reading: asyncio.Task[None], kept: bytearray) -> bytes:
-    # Whoever left the program's group may hold the pipe open: what is there by now is read, and no more.
-    await asyncio.wait((reading,), timeout=1.0)
-    return bytes(kept)
-
-
-async def _keep_end(stream: Any, kept: bytearray) -> None:
-    while stream is not None and (chunk := await stream.read(1 << 16)):
-        kept += chunk
-        if len(kept) > _KEPT_BYTES:
-            del kept[:-_KEPT_BYTES]
+def beside_proxies(host: str) -> dict[str, str]:
+    """Variables that keep HTTP clients from asking a proxy for `host`."""
+    before = next((os.environ[name] for name in _PROXIES if os.environ.get(name)), "")
+    return dict.fromkeys(_PROXIES, ",".join(filter(None, (before, host))))
 
 
 def end_of(output: bytes) -> str:
     """The end of a program's output, for an error."""
     return output[-_SHOWN_BYTES:].decode("utf-8", "replace").strip()
+
+
+async def _ask_to_end(process: asyncio.subprocess.Process, grace_s: float) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        process.terminate()
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(grace_s):
+            await process.wait()
+
+
+def _kill_leftovers(variables: Mapping[str, str]) -> None:
+    """Kill what went into sessions of its own: it still has the variables that only this program was given."""
+    marks = [f"{name}={value}".encode() for name, value in variables.items() if name not in _PROXIES]
+    for place in Path("/proc").iterdir():
+        if place.name.isdigit():
+            with contextlib.suppress(OSError):
+                given = (place / "environ").read_bytes().split(b"\0")
+                if all(mark in given for mark in marks):
+                    os.kill(int(place.name), signal.SIGKILL)
+
+
+class _Tail:
+    """A pipe of our own: asyncio waits for the end of the pipes that it makes, also after the process has ended."""
+
+    def __init__(self, end: int, reader: asyncio.StreamReader) -> None:
+        self.end = end
+        """What the program writes to."""
+        self._is_given = False
+        """Whether it is the program's alone."""
+        self._kept = bytearray()
+        self._reading = asyncio.create_task(self._keep(reader))
+
+    async def rest(self, look_for_holders: Callable[[], None]) -> bytes:
+        """The end of what was written; the program has ended."""
+        self._give()
+        await asyncio.wait((self._reading,), timeout=_REST_S)
+        if not self._reading.done():
+            await asyncio.to_thread(look_for_holders)
+            await asyncio.wait((self._reading,), timeout=_REST_S)
+        return bytes(self._kept)
+
+    def close(self) -> None:
+        self._give()
+        self._reading.cancel()
+
+    def _give(self) -> None:
+        if not self._is_given:
+            self._is_given = True
+            os.close(self.end)
+
+    async def _keep(self, reader: asyncio.StreamReader) -> None:
+        while chunk := await reader.read(1 << 16):
+            self._kept += chunk
+            if len(self._kept) > _KEPT_BYTES:
+                del self._kept[:-_KEPT_BYTES]
+
+
+@contextlib.asynccontextmanager
+async def _tail() -> AsyncIterator[_Tail]:
+    begin, end = os.pipe()
+    reader = asyncio.StreamReader()
+    transport, _ = await asyncio.get_running_loop().connect_read_pipe(
+        lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(begin, "rb", 0)
+    )
+    tail = _Tail(end, reader)
+    try:
+        yield tail
+    finally:
+        tail.close()
+        transport.close()

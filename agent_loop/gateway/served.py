@@ -1,7 +1,8 @@
 """One rollout's session as the gateway serves it: its token, its calls, and how it ends.
 
 Invariant: each turn is sampled once. A call that the client sends again, because it lost patience or the connection, gets the
-answer of the call that it repeats. An engine that fails ends the session; whatever else a program sends changes nothing.
+answer of the call that it repeats; an answer that nobody got is not trained. An engine that fails ends the session; whatever
+else a program sends changes nothing.
 """
 
 from __future__ import annotations
@@ -9,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -24,11 +24,14 @@ from agent_loop.gateway.replies import completion, events, text_completion, text
 from agent_loop.gateway.responses import Responses, response, response_events
 from agent_loop.gateway.text_asks import read_text_ask
 from agent_loop.session import Session
+from configs.schema import GatewaySettings
 
 log = structlog.get_logger()
 
 _REPEATABLE = 32
-"""Calls of one session that may be repeated."""
+"""Answered calls of one session that may be repeated."""
+_REPEATED_WITHIN_S = 15.0
+"""A client that hung up asks again within this time, or never."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,10 +65,23 @@ class Reply:
         return self.interface.stream(self.ask, self.answer, identity=self.identity, created=self.created)
 
 
+@dataclass(slots=True, eq=False)
+class _Call:
+    """One call of a program, and its repeats."""
+
+    key: int
+    """Of what is asked."""
+    answering: asyncio.Task[Reply]
+    num_waiting: int = 0
+    """Clients that wait for the answer."""
+    is_told: bool = False
+    """Whether one of them got it."""
+
+
 class ServedSession:
     """Of one rollout; belongs to the server."""
 
-    def __init__(self, session: Session, branches: Branches, *, rules: Rules, max_calls: int) -> None:
+    def __init__(self, session: Session, branches: Branches, *, rules: Rules, settings: GatewaySettings) -> None:
         self.session = session
         self.branches = branches
         self.rules = rules
@@ -78,9 +94,10 @@ class ServedSession:
         """Set with `failure`."""
         self.used_at = time.monotonic()
         """When a call came or was answered last."""
-        self._max_calls = max_calls
-        self._running: set[asyncio.Task[Reply]] = set()
-        self._repeatable: OrderedDict[int, asyncio.Task[Reply]] = OrderedDict()
+        self._settings = settings
+        self._num_calls = 0
+        self._calls: list[_Call] = []
+        """Those that run, those that nobody got yet, and the last ones that were answered: each may be repeated."""
         self._closed = False
 
     @property
@@ -89,44 +106,68 @@ class ServedSession:
 
     @property
     def num_running(self) -> int:
-        """Calls that are being answered."""
-        return len(self._running)
+        """Calls that are being answered, and that somebody waits for."""
+        return sum(call.num_waiting > 0 and not call.answering.done() for call in self._calls)
 
     async def call(self, interface: Interface, body: bytes, *, is_repeat: bool) -> Reply:
         """Raises Refusal."""
+        if self.is_over:
+            raise over()
         self.used_at = time.monotonic()
         key = xxhash.xxh3_64_intdigest(body, seed=xxhash.xxh32_intdigest(interface.prefix.encode()))
-        running = self._repeatable.get(key) if is_repeat else None
-        if running is None:
-            ask = interface.read(self, parsed(body))
-            if self.num_running >= self._max_calls:
-                why = f"the session answers {self.num_running} calls now (gateway.max_calls_per_session)"
-                raise Refusal(429, why, code="too_many_calls", retry_after_s=1)
-            running = asyncio.ensure_future(self._answer(interface, ask, body))
-            self._keep(key, running)
+        call = next((one for one in reversed(self._calls) if one.key == key), None) if is_repeat else None
+        if call is None:
+            call = self._begin(interface, body, key)
         else:
             self.session.count("repeated_calls")
-        await asyncio.wait((running,))
+        call.num_waiting += 1
+        try:
+            await asyncio.wait((call.answering,))
+        except asyncio.CancelledError:  # the client hung up
+            if call.num_waiting == 1 and not call.is_told:
+                asyncio.get_running_loop().call_later(_REPEATED_WITHIN_S, self._give_up, call)
+            raise
+        finally:
+            call.num_waiting -= 1
         self.used_at = time.monotonic()
-        if running.cancelled():
+        if call.answering.cancelled():
             raise over()
-        error = running.exception()
+        error = call.answering.exception()
         if isinstance(error, Refusal):
             raise error
         if error is not None:
             self.failure = self.failure or error
             self.failed.set()
             raise Refusal(500, "the engine failed, and with it the rollout", code="rollout_failed")
-        return running.result()
+        call.is_told = True
+        return call.answering.result()
 
     async def close(self) -> None:
-        """End what it still generates."""
+        """End what it still generates. What nobody got is not trained."""
         self._closed = True
-        running = list(self._running)
-        for call in running:
-            call.cancel()
-        if running:
-            await asyncio.wait(running)
+        calls = list(self._calls)
+        for call in calls:
+            call.answering.cancel()
+        if calls:
+            await asyncio.wait([call.answering for call in calls])
+        for call in calls:
+            self._give_up(call)
+
+    def _begin(self, interface: Interface, body: bytes, key: int) -> _Call:
+        ask = interface.read(self, parsed(body))
+        if self.num_running >= self._settings.max_calls_per_session:
+            why = f"the session answers {self.num_running} calls now (gateway.max_calls_per_session)"
+            raise Refusal(429, why, code="too_many_calls", retry_after_s=1)
+        if self._num_calls >= self._settings.max_calls:
+            why = f"the rollout has had its {self._num_calls} calls (gateway.max_calls)"
+            raise Refusal(403, why, code="no_calls_left")
+        self._num_calls += 1
+        call = _Call(key=key, answering=asyncio.ensure_future(self._answer(interface, ask, body)))
+        call.answering.add_done_callback(lambda answering: self._forget_failed(call))
+        answered = [one for one in self._calls if one.is_told]
+        self._calls = [one for one in self._calls if not one.is_told or one in answered[-_REPEATABLE:]]
+        self._calls.append(call)
+        return call
 
     async def _answer(self, interface: Interface, ask: Any, body: bytes) -> Reply:
         answer = await interface.answer(self.branches, ask)
@@ -135,20 +176,20 @@ class ServedSession:
             self.responses.remember(identity, parsed(body), ask, answer)
         return Reply(interface=interface, ask=ask, answer=answer, identity=identity, created=int(time.time()))
 
-    def _keep(self, key: int, running: asyncio.Task[Reply]) -> None:
-        self._running.add(running)
-        self._repeatable[key] = running
-        self._repeatable.move_to_end(key)
-        while len(self._repeatable) > _REPEATABLE:
-            self._repeatable.popitem(last=False)
+    def _give_up(self, call: _Call) -> None:
+        """What nobody waits for and nobody got, nobody will act on."""
+        if call.num_waiting or call.is_told:
+            return
+        if not call.answering.done():
+            call.answering.cancel()
+        elif not call.answering.cancelled() and call.answering.exception() is None:
+            self.branches.disown(call.answering.result().answer)
+        self._calls = [one for one in self._calls if one is not call]
 
-        def ended(call: asyncio.Task[Reply]) -> None:
-            self._running.discard(call)
-            failed = call.cancelled() or call.exception() is not None
-            if failed and self._repeatable.get(key) is call:
-                del self._repeatable[key]
-
-        running.add_done_callback(ended)
+    def _forget_failed(self, call: _Call) -> None:
+        """A repeat of what failed is a new call."""
+        if call.answering.cancelled() or call.answering.exception() is not None:
+            self._calls = [one for one in self._calls if one is not call]
 
 
 def over() -> Refusal:

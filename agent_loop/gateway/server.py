@@ -27,6 +27,7 @@ from configs.schema import GatewaySettings
 log = structlog.get_logger()
 
 _REMEMBERED = 4096
+_LOOPBACK = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 _MODEL = {"id": "policy", "object": "model", "created": 0, "owned_by": "headrace"}
 _MAX_REASON = 500
 _SHUTDOWN_S = 2.0
@@ -43,6 +44,7 @@ class Gateway:
         self._offers: dict[str, Offer] = {}
         """Those that were taken, by session."""
         self._runner: web.AppRunner | None = None
+        self._host = settings.host
         self._base = ""
         self.claims = Claims()
         self.claim_tokens: set[str] = set()
@@ -52,8 +54,13 @@ class Gateway:
 
     @property
     def base(self) -> str:
-        """URL."""
+        """URL, from this host."""
         return self._base
+
+    @property
+    def host(self) -> str:
+        """By which it is reached from this host, without the port."""
+        return self._host
 
     async def start(self) -> None:
         """Listen. Raises OSError."""
@@ -66,7 +73,7 @@ class Gateway:
         app.router.add_post("/sessions/{id}/reward", self._reward)
         app.router.add_post("/sessions/{id}/end", self._end)
         app.router.add_route("*", "/{rest:.*}", _unknown)
-        runner = web.AppRunner(app, access_log=None, shutdown_timeout=_SHUTDOWN_S)
+        runner = web.AppRunner(app, access_log=None, shutdown_timeout=_SHUTDOWN_S, handler_cancellation=True)
         await runner.setup()
         try:
             await web.TCPSite(runner, self._settings.host, self._settings.port).start()
@@ -75,7 +82,8 @@ class Gateway:
             raise
         self._runner = runner
         host, port = runner.addresses[0][:2]
-        self._base = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+        self._host = _LOOPBACK.get(host, host)
+        self._base = f"http://{f'[{self._host}]' if ':' in self._host else self._host}:{port}"
         log.info("gateway listens", url=self._base)
 
     async def stop(self) -> None:
@@ -86,7 +94,7 @@ class Gateway:
     def open(self, session: Session, branches: Branches) -> ServedSession:
         """Serve `session` until `close`."""
         rules = Rules(run_temperature=session.sampling.temperature, temperature=self._settings.temperature)
-        served = ServedSession(session, branches, rules=rules, max_calls=self._settings.max_calls_per_session)
+        served = ServedSession(session, branches, rules=rules, settings=self._settings)
         self._open[served.identity] = served
         return served
 
@@ -134,6 +142,8 @@ class Gateway:
         try:
             served = self._of(request)
             value, parts = read_reward(parsed(await body_of(request)))
+            if served.is_over:
+                raise over()
         except Refusal as refusal:
             return told_refusal(refusal)
         _set_reward(served, value, parts)
@@ -147,6 +157,8 @@ class Gateway:
             found: Any = parsed(body) if body else {}
             if not isinstance(found, Mapping):
                 raise Refusal(400, f"got {type(found).__name__}, expected a JSON object", code="invalid_body")
+            if served.is_over:
+                raise over()
             if served.identity not in self._offers:
                 raise Refusal(409, "the rollout ends with its program", code="not_claimed")
             if found.get("reward") is not None:
@@ -181,7 +193,8 @@ class Gateway:
         self._offers[served.identity] = offer
         offer.taken.set_result(token)
         self.on_claim(token)
-        return told({"id": served.identity, **facts_of(served, self.url(served)), "task": offer.task})
+        url = f"{request.url.origin()}/sessions/{served.identity}"  # as the program reaches this host
+        return told({"id": served.identity, **facts_of(served, url), "task": offer.task})
 
     async def _claimed(self, request: web.Request, wait_s: float) -> Offer | None:
         ends_at = time.monotonic() + wait_s

@@ -284,3 +284,15 @@ async def test_a_program_that_is_refused_says_so(tmp_path: Path, monkeypatch: py
         monkeypatch.setenv("HEADRACE_GATEWAY_TOKEN", "wrong")
         with pytest.raises(GatewayLost, match="401"):
             await serve_rollouts(play)
+
+
+async def test_a_gateway_that_listens_everywhere_names_itself_as_it_was_reached(tmp_path: Path) -> None:
+    """B176."""
+    async with offering(tmp_path, host="0.0.0.0") as (loop, outside):
+        assert outside.url.startswith("http://127.0.0.1:")
+        playing = asyncio.create_task(loop.run(TASK, session_of(said("6"))))
+        outside.url = outside.url.replace("127.0.0.1", "127.0.0.2")
+        _, rollout = await outside.claim()
+        assert rollout["base_url"].startswith(f"{outside.url}/sessions/")
+        assert await outside.ask(rollout) == "6"
+        playing.cancel()

@@ -283,3 +283,102 @@ async def test_a_key_of_odd_bytes_is_another_key() -> None:
             writer.close()
         async with http.post(f"{served.url}/end", headers={"Authorization": f"Bearer {served.found.token}"}) as response:
             assert response.status == 409
+
+
+async def test_an_answer_that_nobody_got_is_not_trained() -> None:
+    class SlowOnce:
+        def __init__(self) -> None:
+            self.count, self.go = 0, asyncio.Event()
+
+        async def generate(self, prompt_ids: Any, sampling: SamplingParams, *, request_id: str) -> Generation:
+            self.count += 1
+            if self.count == 1:
+                await self.go.wait()
+            return said(f"answer {self.count}")
+
+    engine = SlowOnce()
+    async with serve(engine=engine, max_calls_per_session=1) as served:
+        with pytest.raises(openai.APITimeoutError):
+            await served.client.with_options(timeout=0.3).chat.completions.create(model="policy", messages=[user("x")])
+        await asyncio.sleep(0.2)
+        answer = await served.ask([user("y")])  # nor does it hold a place
+        assert answer.choices[0].message.content == "answer 2"
+        engine.go.set()
+        await asyncio.sleep(0.2)
+        await served.gateway.close(served.found)
+        got = served.session.trajectory()
+        assert (served.trained, got.num_turns, got.counts["abandoned_turns"]) == (f"answer 2{END}", 1, 1)
+        assert CODEC.decode(got.response_ids.tolist()) == "answer 2"
+
+
+async def test_a_call_that_is_broken_off_by_the_end_is_not_trained() -> None:
+    class Held:
+        asked = asyncio.Event()
+
+        async def generate(self, prompt_ids: Any, sampling: SamplingParams, *, request_id: str) -> Generation:
+            if request_id == "r.0-0":
+                return said("a")
+            self.asked.set()
+            await asyncio.Event().wait()
+            raise AssertionError
+
+    engine = Held()
+    async with serve(engine=engine) as served:
+        await served.ask([user("x")])
+        late = asyncio.create_task(served.ask([user("x"), {"role": "assistant", "content": "a"}, user("y")]))
+        await engine.asked.wait()
+        await served.gateway.close(served.found)
+        with pytest.raises(openai.APIStatusError):
+            await late
+        got = served.session.trajectory()
+        assert (served.trained, got.num_turns) == (f"a{END}", 1)
+
+
+@pytest.mark.parametrize("call", ['{"name": "multiply", "arguments": {"a": 1e999}}', '{"name": "\\ud800", "arguments": {}}'])
+async def test_a_call_that_no_program_could_be_told_is_text(call: str) -> None:
+    """B157."""
+    text = f"<tool_call>{call}</tool_call>"
+    async with serve(said(text)) as served:
+        message = (await served.ask([user("x")], tools=TOOLS)).choices[0].message
+        assert (message.content, message.tool_calls) == (text, None)
+
+
+@pytest.mark.parametrize("what", ["v1/chat/completions", "reward"])
+async def test_a_request_that_ends_after_its_rollout_is_refused(what: str) -> None:
+    async with serve(said("a"), said("late")) as served:
+        await served.ask([user("x")])
+        body = json.dumps({"messages": [user("late")], "reward": 0.125}).encode()
+        address, path = served.url.removeprefix("http://").split("/", 1)
+        reader, writer = await asyncio.open_connection(*address.split(":"))
+        writer.write(
+            f"POST /{path}/{what} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {served.found.token}\r\n"
+            f"Content-Length: {len(body)}\r\nConnection: close\r\n\r\n".encode()
+            + body[:5]
+        )
+        await writer.drain()
+        await asyncio.sleep(0.2)
+        await served.gateway.close(served.found)
+        writer.write(body[5:])
+        assert (await reader.readline()).split()[1] == b"410"
+        writer.close()
+        assert (served.trained, served.session.reward) == (f"a{END}", None)
+
+
+async def test_a_rollout_has_so_many_calls_and_no_more() -> None:
+    async with serve(said("a"), said("b"), max_calls=2) as served:
+        await served.ask([user("x")])
+        await served.ask([user("y")])
+        with pytest.raises(openai.PermissionDeniedError, match=r"gateway\.max_calls"):
+            await served.ask([user("z")])
+
+
+async def test_a_long_message_is_encoded_beside_the_event_loop() -> None:
+    async with serve(said("a"), said("b")) as served:
+        with pytest.raises(openai.BadRequestError, match=r"engine\.max_model_len"):
+            await served.ask([user("lorem " * 10_000)])
+        await served.ask([user("x")])
+        with pytest.raises(openai.BadRequestError, match=r"engine\.max_model_len"):
+            await served.ask([user("x"), {"role": "assistant", "content": "a"}, user("lorem " * 10_000)])
+        await served.ask([user("x"), {"role": "assistant", "content": "a"}, user("y")])
+        assert served.trained == f"a{END}b{END}"
+        assert served.session.trajectory().segment_starts.tolist() == [0]

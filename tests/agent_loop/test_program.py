@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import sys
 import textwrap
+from dataclasses import replace
 from typing import Any
 
 import psutil
@@ -85,3 +86,53 @@ async def test_a_program_that_hangs_is_killed_with_its_children() -> None:
 def test_a_command_is_needed() -> None:
     with pytest.raises(LoopError, match=r"gateway\.command"):
         load_agent_loop("program")
+
+
+async def test_a_task_that_no_variable_holds_comes_in_a_file() -> None:
+    code = """
+import json, os
+task = json.load(open(os.environ["HEADRACE_TASK_FILE"]))
+assert "HEADRACE_TASK" not in os.environ
+print(len(task["messages"][0]["content"]) == 300_000)
+print(1.0)
+"""
+    task = replace(TASK, messages=({"role": "user", "content": "x" * 300_000},))
+    session = session_of(said("6"))
+    setup = LoopSetup(
+        tools=ToolSettings(),
+        environment=None,
+        gateway=GatewaySettings(command=("python", "-c", code), reward="last_line"),
+    )
+    loop: Any = load_agent_loop("program", setup)
+    await loop.open()
+    try:
+        await loop.run(task, session)
+    finally:
+        await loop.close()
+    assert session.reward == 1.0
+
+
+async def test_nobody_waits_for_what_a_program_left_and_it_ends_too() -> None:
+    code = "import subprocess; subprocess.Popen(['sleep', '86438'], start_new_session=True); print(1.0)"
+    session = await play(code, reward="last_line", timeout_s=60)
+    assert session.reward == 1.0
+    assert not [
+        process.pid
+        for process in psutil.process_iter(["cmdline", "status"])
+        if "86438" in (process.info["cmdline"] or []) and process.info["status"] != psutil.STATUS_ZOMBIE
+    ]
+
+
+async def test_what_stands_on_standard_error_is_no_reward_and_takes_none_away() -> None:
+    code = "import sys; print(0.5, flush=True); print('Exception ignored in: <coroutine>', file=sys.stderr)"
+    assert (await play(code, reward="last_line")).reward == 0.5
+    with pytest.raises(LoopError, match="it hurts"):
+        await play("import sys; print(0.5); print('it hurts', file=sys.stderr); raise SystemExit(1)")
+
+
+async def test_a_proxy_of_the_host_does_not_come_between(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("HTTP_PROXY", "http_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    for name in ("NO_PROXY", "no_proxy"):
+        monkeypatch.delenv(name, raising=False)
+    assert (await play(AGENT + "print(1.0)", said("6"), reward="last_line")).reward == 1.0
