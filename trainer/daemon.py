@@ -18,6 +18,7 @@ import structlog
 
 from configs.agreed import agreed_values
 from configs.command import remember
+from configs.listening import check_weight_listener
 from configs.live import LiveSettings
 from configs.logs import set_level
 from configs.paths import bus_address, held_alone, make_run_dir, sockets_of
@@ -81,6 +82,7 @@ async def run(settings: Settings) -> None:
     _listen_to_signals(drain, stop)
     check_source(settings.model)
     make_run_dir(settings.run_dir)
+    check_weight_listener(settings.weight_sync)
     if settings.weight_sync.transport == "file" and settings.weight_sync.directory is not None:
         make_run_dir(settings.weight_sync.directory, "weight_sync.directory")
     address = bus_address(settings)

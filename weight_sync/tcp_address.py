@@ -119,7 +119,8 @@ def advertised_host(bind_host: str, advertised: str | None, *, route: Callable[[
     found = (route or _route)(chosen == "::")
     if found is None or is_loopback(found):
         raise WeightSyncError(
-            f"weights listen at {bind_host} and this host has no address for others (found {found}): name the host to advertise"
+            f"weights listen at {bind_host} and this host has no address for others (found {found}): name the host to "
+            "advertise (weight_sync.advertised_host)"
         )
     return found
 

@@ -219,7 +219,10 @@ class Sessions:
         try:
             router.bind(f"tcp://{bracketed(host)}:{port or '*'}")
         except zmq.ZMQError as error:
-            raise AddressTaken(f"weights cannot listen at {bracketed(host)}:{port or 'any port'}: {error}") from error
+            raise AddressTaken(
+                f"weights cannot listen at {bracketed(host)}:{port or 'any port'} (weight_sync.listen_host, "
+                f"weight_sync.listen_port): {error}"
+            ) from error
         bound = router.getsockopt(zmq.LAST_ENDPOINT)
         assert isinstance(bound, bytes)
         return int(bound.rstrip(b"\0").rpartition(b":")[2])
