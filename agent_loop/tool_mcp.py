@@ -1,7 +1,7 @@
 """The tools of an MCP server, through the official client.
 
 Invariant: a connection lives on a side loop of its own, so a server that hangs keeps no rollout and no other tool from running;
-one that was lost is made again at the next call.
+one that was lost is made again at the next call. What a server was asked when it was lost is unavailable, never an observation.
 """
 
 from __future__ import annotations
@@ -12,9 +12,16 @@ import shlex
 from collections.abc import Mapping
 from typing import Any
 
-from agent_loop.errors import ToolError, ToolUnavailable
+import structlog
+
+from agent_loop.errors import ToolError, ToolUnavailable, words_of
 from agent_loop.side_loop import SideLoop
 from agent_loop.tools import ToolContext
+
+log = structlog.get_logger()
+
+_PONG_WITHIN_S = 2.0
+_METHOD_NOT_FOUND = -32601
 
 
 class McpServer:
@@ -25,9 +32,8 @@ class McpServer:
         self._start_timeout_s = start_timeout_s
         self._timeout_s = timeout_s
         self._side = SideLoop(f"mcp {address[:40]}")
-        self._client: Any = None
-        self._keeper: asyncio.Task[None] | None = None
-        self._opening: asyncio.Lock | None = None
+        self._connection: _Connection | None = None
+        self._left: set[asyncio.Task[None]] = set()
 
     async def tools(self) -> list[McpTool]:
         """What the server offers. Raises ToolError naming the server."""
@@ -41,74 +47,144 @@ class McpServer:
 
     async def call(self, name: str, arguments: Mapping[str, Any]) -> str:
         """The tool's text. Raises RuntimeError with the text of a failure, ToolUnavailable when the connection failed."""
-        return await self._side.run(
-            lambda: self._call(name, dict(arguments)), timeout_s=self._timeout_s + 1, what=f"tool {name} of {self.address}"
+        return await self._side.run(  # the deadline is the tool box's; this one only ends what nobody waits for any more
+            lambda: self._call(name, dict(arguments)),
+            timeout_s=self._timeout_s + 2 * _PONG_WITHIN_S,
+            what=f"tool {name} of {self.address}",
         )
+
+    async def is_lost(self) -> bool:
+        """Whether a call that got no answer got none for the server's sake: it does not even answer a ping. Then it is let go
+        of, and started anew at the next call."""
+        try:
+            return await self._side.run(self._ping, timeout_s=2 * _PONG_WITHIN_S, what=f"a ping of {self.address}")
+        except (ToolUnavailable, TimeoutError):
+            return True
 
     async def close(self) -> None:
         """Disconnect; a process that was started ends."""
         with contextlib.suppress(Exception):
-            await self._side.run(self._disconnect, timeout_s=5.0, what=f"the end of MCP server {self.address}")
+            await self._side.run(self._disconnect, timeout_s=6.0, what=f"the end of MCP server {self.address}")
         self._side.close()
 
     # ── on the side loop ─────────────────────────────────────────────────────────────────────────────────────────────
 
     async def _list(self) -> list[Any]:
-        client = await self._connected()
+        client = await self._connected().client()
         return list((await client.list_tools()).tools)
 
     async def _call(self, name: str, arguments: dict[str, Any]) -> str:
         from mcp import MCPError
 
+        connection = self._connected()
         try:
-            client = await self._connected()
-            result = await client.call_tool(name, arguments, read_timeout_seconds=self._timeout_s)
+            client = await connection.client()
+            result = await client.call_tool(name, arguments, read_timeout_seconds=2 * self._timeout_s)
         except MCPError as error:
-            if self._keeper is None or self._keeper.done():
-                raise ToolUnavailable(f"MCP server {self.address}: {_words(error)}") from error
-            raise RuntimeError(str(error)) from error
+            if await self._answers(connection):
+                raise RuntimeError(str(error)) from error
+            raise ToolUnavailable(f"MCP server {self.address}: {_words(error)}") from error
         except Exception as error:
-            await self._disconnect()
+            self._let_go(connection)
             raise ToolUnavailable(f"MCP server {self.address}: {_words(error)}") from error
         text = "\n".join(part.text if hasattr(part, "text") else f"[{part.type}]" for part in result.content)
         if result.is_error:
             raise RuntimeError(text)
         return text
 
-    async def _connected(self) -> Any:
-        """The client is opened and closed by one task, as its library asks."""
-        if self._opening is None:
-            self._opening = asyncio.Lock()
-        async with self._opening:
-            if self._keeper is None or self._keeper.done():
-                ready: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-                self._keeper = asyncio.create_task(self._keep(ready))
-                async with asyncio.timeout(self._start_timeout_s):
-                    self._client = await ready
-        return self._client
+    async def _ping(self) -> bool:
+        connection = self._connection
+        if connection is None or not connection.is_of_this_loop or not connection.is_open:
+            return True  # or on its way, and the next call waits for it
+        return not await self._answers(connection)
 
-    async def _keep(self, ready: asyncio.Future[Any]) -> None:
-        from mcp import Client, StdioServerParameters
+    async def _answers(self, connection: _Connection) -> bool:
+        """Whether the server does; if not it is let go of. Its session may have ended with it, so an error is no answer."""
+        from mcp import MCPError
 
-        if self.address.startswith(("http://", "https://")):
-            server: Any = self.address
-        else:
-            command, *arguments = shlex.split(self.address)
-            server = StdioServerParameters(command=command, args=arguments)
         try:
-            async with Client(server, read_timeout_seconds=self._timeout_s) as client:
-                if not ready.done():
-                    ready.set_result(client)
-                await asyncio.get_running_loop().create_future()
-        except Exception as error:  # noqa: BLE001 - whoever waits hears of it
-            if not ready.done():
-                ready.set_exception(ToolUnavailable(_words(error)))
+            async with asyncio.timeout(_PONG_WITHIN_S):
+                await (await connection.client()).send_ping()
+        except MCPError as error:
+            if error.code == _METHOD_NOT_FOUND:
+                return True
+        except Exception:  # noqa: BLE001 - whatever it was, there is no answer
+            pass
+        else:
+            return True
+        self._let_go(connection)
+        return False
+
+    def _connected(self) -> _Connection:
+        found = self._connection
+        if found is None or not found.is_of_this_loop or found.keeper.done():
+            found = self._connection = _Connection(
+                self.address, start_timeout_s=self._start_timeout_s, timeout_s=self._timeout_s
+            )
+        return found
+
+    def _let_go(self, connection: _Connection) -> None:
+        """What else was asked over it fails too, so the caller's reason is the same for all."""
+        if connection is self._connection:
+            self._connection = None
+            log.warning("MCP server lost", server=self.address)
+        if not connection.keeper.done():
+            connection.keeper.cancel()
+            self._left.add(connection.keeper)
+            connection.keeper.add_done_callback(self._left.discard)
 
     async def _disconnect(self) -> None:
-        keeper, self._keeper = self._keeper, None
-        if keeper is not None:
+        connection, self._connection = self._connection, None
+        ending = {*self._left, *([connection.keeper] if connection and connection.is_of_this_loop else [])}
+        for keeper in ending:
             keeper.cancel()
-            await asyncio.wait((keeper,), timeout=4.0)
+        if ending:
+            await asyncio.wait(ending, timeout=5.0)
+
+
+class _Connection:
+    """A client, opened and closed by one task, as its library asks."""
+
+    def __init__(self, address: str, *, start_timeout_s: float, timeout_s: float) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._ready: asyncio.Future[Any] = self._loop.create_future()
+        self._ready.add_done_callback(lambda ready: ready.cancelled() or ready.exception())  # nobody may be left to hear of it
+        self.keeper = asyncio.create_task(self._keep(address, start_timeout_s, timeout_s))
+
+    @property
+    def is_of_this_loop(self) -> bool:
+        return self._loop is asyncio.get_running_loop()
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the server was there once."""
+        return self._ready.done()
+
+    async def client(self) -> Any:
+        """Raises ToolUnavailable."""
+        return await asyncio.shield(self._ready)
+
+    async def _keep(self, address: str, start_timeout_s: float, timeout_s: float) -> None:
+        from mcp import Client, StdioServerParameters
+
+        try:
+            if address.startswith(("http://", "https://")):
+                server: Any = address
+            else:
+                command, *arguments = shlex.split(address)
+                server = StdioServerParameters(command=command, args=arguments)
+            async with (
+                asyncio.timeout(start_timeout_s) as limit,
+                Client(server, read_timeout_seconds=max(timeout_s, start_timeout_s)) as client,
+            ):
+                limit.reschedule(None)
+                self._ready.set_result(client)
+                await self._loop.create_future()
+        except BaseException as error:
+            if not self._ready.done():
+                self._ready.set_exception(ToolUnavailable(_words(error)))
+            if not isinstance(error, Exception):
+                raise
 
 
 class McpTool:
@@ -124,8 +200,14 @@ class McpTool:
         """See `McpServer.call`."""
         return await self._server.call(self.name, arguments)
 
+    async def is_lost(self) -> bool:
+        """See `McpServer.is_lost`."""
+        return await self._server.is_lost()
+
 
 def _words(error: BaseException) -> str:
+    if isinstance(error, ToolUnavailable):
+        return str(error)
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
-    return f"{type(error).__name__}: {error}"
+    return words_of(error)

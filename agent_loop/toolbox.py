@@ -146,20 +146,32 @@ class ToolBox:
                 )
                 return Outcome.RETURNED, _text_of(value)
             except ToolUnavailable as error:
-                if attempt == self._settings.retries:
-                    raise ToolUnavailable(
-                        f"rollout {context.rollout_id}: tool {tool.name} was unavailable {attempt + 1} times: {error}"
-                    ) from error
-                log.warning("tool unavailable, tried again", tool=tool.name, attempt=attempt, error=str(error))
-                await asyncio.sleep(_RETRY_AFTER_S * 2**attempt)
+                why = error
             except TimeoutError as error:
-                log.warning("tool call given up", tool=tool.name, rollout_id=context.rollout_id, error=str(error))
-                return Outcome.TIMED_OUT, f"Error: {tool.name} gave no result within {timeout_s:g} s."
+                log.warning("tool call given up", tool=tool.name, rollout_id=context.rollout_id, error=words_of(error))
+                if not await self._is_lost(tool):
+                    return Outcome.TIMED_OUT, f"Error: {tool.name} gave no result within {timeout_s:g} s."
+                why = ToolUnavailable(f"its server was lost: {words_of(error)}")
             except asyncio.CancelledError:
                 raise
             except BaseException as error:  # noqa: BLE001 - of code that is not ours
                 return Outcome.RAISED, f"Error: {words_of(error)}"
-        raise AssertionError("the last attempt returns or raises")
+            if attempt < self._settings.retries:
+                log.warning("tool unavailable, tried again", tool=tool.name, attempt=attempt, error=words_of(why))
+                await asyncio.sleep(_RETRY_AFTER_S * 2**attempt)
+        raise ToolUnavailable(
+            f"rollout {context.rollout_id}: tool {tool.name} was unavailable {self._settings.retries + 1} times: {why}"
+        ) from why
+
+    async def _is_lost(self, tool: Tool) -> bool:
+        """Whether a call got no answer because nobody is there any more who could give one."""
+        ask: Any = getattr(tool, "is_lost", None)
+        if ask is None:
+            return False
+        try:
+            return bool(await self._side.run(ask, timeout_s=self._settings.timeout_s, what=f"the state of tool {tool.name}"))
+        except (ToolUnavailable, TimeoutError):
+            return True
 
     def _problem(self, call: Call | Malformed) -> str | None:
         """Why the call cannot be made, in words for the model."""

@@ -47,7 +47,8 @@ class Tool(Protocol):
     async def call(self, arguments: Mapping[str, Any], context: ToolContext) -> Any:
         """Do it: text, or plain data that is shown as JSON. The arguments fit the schema.
 
-        An exception is shown to the model; `ToolUnavailable` is tried again, and then fails the rollout.
+        An exception is shown to the model; `ToolUnavailable` is tried again, and then fails the rollout. A tool may have
+        `async def is_lost(self) -> bool` besides: asked after a call that took too long, it makes that one unavailable too.
         """
         ...
 

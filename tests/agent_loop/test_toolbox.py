@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import sys
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
@@ -451,46 +450,3 @@ async def test_a_sandbox_that_is_down_fails_the_rollout() -> None:
 
     with pytest.raises(ToolUnavailable, match="got status 503, expected 200: full"):
         await sandbox(down, retries=1)
-
-
-SERVER = """
-import asyncio, sys, time
-from mcp.server import MCPServer
-server = MCPServer("test")
-
-@server.tool()
-def double(n: int) -> str:
-    "Twice as much."
-    return str(2 * n)
-
-@server.tool()
-async def hang() -> str:
-    await asyncio.sleep(600)
-    return ""
-
-@server.tool()
-def fail() -> str:
-    raise ValueError("no luck")
-
-server.run("stdio")
-"""
-
-
-async def test_the_tools_of_an_mcp_server_are_called(tmp_path: Path) -> None:
-    (tmp_path / "server.py").write_text(SERVER)
-    async with context_of([], sources=(f"mcp:{sys.executable} {tmp_path / 'server.py'}",), timeout_s=3.0) as box:
-        assert box.names == ["double", "fail", "hang"]
-        results = await make(box, call("double", n=21), call("fail"), call("hang"), call("double", n="x"))
-        again = await make(box, call("double", n=4))
-    assert results[0].text == "42"
-    assert results[1].outcome is Outcome.RAISED
-    assert results[2].outcome is Outcome.TIMED_OUT
-    assert results[3].outcome is Outcome.MALFORMED
-    assert again[0].text == "8"
-
-
-async def test_an_mcp_server_that_does_not_start_is_named() -> None:
-    box = ToolBox(ToolSettings(sources=(f"mcp:{sys.executable} -c pass",), start_timeout_s=10.0))
-    with pytest.raises(ToolError, match=r"MCP server .* cannot be used"):
-        await box.open()
-    await box.close()
