@@ -19,10 +19,19 @@ import torch
 from configs.schema import TrainerSettings
 from sample_bus.sample import Sample
 from trainer import snapshot
-from trainer.errors import NonFiniteError
+from trainer.errors import CheckpointError, NonFiniteError
 from trainer.export import named_weights, published_weights
 from trainer.forward import ModelShape, Predictions, predict
-from trainer.lora import Adapted, adapted_layers, add_adapters, base_digest, peft_name, without_adapters, write_adapter
+from trainer.lora import (
+    Adapted,
+    adapted_layers,
+    add_adapters,
+    base_digest,
+    check_adapters,
+    peft_name,
+    without_adapters,
+    write_adapter,
+)
 from trainer.losses import token_losses
 from trainer.metrics import TokenSums
 from trainer.models import load_causal_model
@@ -236,6 +245,11 @@ class FsdpPolicy:
 
     def load(self, directory: Path) -> None:
         """See `Policy.load`."""
+        shapes = snapshot.shapes_in(directory)
+        try:
+            check_adapters(shapes, self._settings, expected=self._names)
+        except CheckpointError as error:
+            raise CheckpointError(f"{directory}: {error}") from None
         snapshot.read(directory, self._names, self._parameters, self._optimizer, self._ranks, facts=self._facts)
         self._clear()
         self._renew_copies()

@@ -7,7 +7,7 @@ own files, or each adapted weight as W + (alpha / rank) B A, summed in float32 a
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 
 from configs.schema import TrainerSettings
 from trainer.durable import fsync
-from trainer.errors import ModelError
+from trainer.errors import CheckpointError, ModelError
 from trainer.ranks import local
 
 PEFT_PREFIX = "base_model.model."
@@ -88,6 +88,27 @@ def without_adapters(weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tu
 def peft_name(path: str, part: str) -> str:
     """Name in PEFT's files of `lora_A` or `lora_B` of the layer at `path`."""
     return f"{PEFT_PREFIX}{path}.{part}.weight"
+
+
+def check_adapters(got: Mapping[str, Sequence[int]], settings: TrainerSettings, *, expected: Iterable[str]) -> None:
+    """Raise CheckpointError naming the setting where parameters of a checkpoint, by name to shape, have no or other adapters.
+
+    expected: names of the model's own parameters.
+    """
+    ranks = {shape[0] for name, shape in got.items() if f".lora_A.{_NAME}." in name}
+    rank = max(ranks, default=0)
+    if rank != settings.lora_rank:
+        raise CheckpointError(f"trainer.lora_rank: got {settings.lora_rank}, expected {rank}, with which it was written")
+    theirs, ours = _adapted_leaves(got), _adapted_leaves(expected)
+    if theirs != ours:
+        raise CheckpointError(
+            f"trainer.lora_targets: got {', '.join(ours)}, expected {', '.join(theirs)}, with which it was written"
+        )
+
+
+def _adapted_leaves(names: Iterable[str]) -> list[str]:
+    marker = f".lora_A.{_NAME}."
+    return sorted({name.partition(marker)[0].rpartition(".")[2] for name in names if marker in name})
 
 
 def write_adapter(

@@ -23,6 +23,7 @@ from trainer.model_source import TINY_SORT, check_source
 from trainer.recording import PublishedVersion, RecordedStep, Recording, origin_of, recording_of
 from trainer.retained import Kept, retained_dir
 from trainer.run_id import FILE as RUN_ID_FILE
+from trainer.taken_up import settings_of_run
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +57,7 @@ def replay_dir(run_dir: Path) -> Path:
 
 def settings_file(run_dir: Path) -> Path:
     """Settings of the run in `run_dir`. Raises ConfigError if there is no run."""
-    path = run_dir / SETTINGS_FILE
+    path = settings_of_run(run_dir)
     if not path.is_file():
         raise ConfigError(f"--replay {run_dir}: no {SETTINGS_FILE} in it, expected the directory of a run")
     return path

@@ -79,6 +79,16 @@ def read(
     optimizer.steps_taken = steps
 
 
+def shapes_in(directory: Path) -> dict[str, list[int]]:
+    """Name to shape of what was written there. Raises CheckpointError."""
+    path = directory / _DESCRIPTION
+    try:
+        shapes: dict[str, list[int]] = json.loads(path.read_text())["parameters"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{path}: cannot be read: {error}") from error
+    return shapes
+
+
 def _kinds(optimizer: AdamW) -> tuple[tuple[str, list[torch.Tensor]], ...]:
     return ("master", optimizer.weights), ("first_moment", optimizer.first_moments), ("second_moment", optimizer.second_moments)
 

@@ -12,7 +12,6 @@ from pathlib import Path
 import structlog
 import yaml
 
-from configs.command import SETTINGS_FILE
 from configs.errors import ConfigError
 from configs.schema import Settings
 from sample_bus.journal import TRAINER_FILE, journal_dir, read_journal
@@ -21,6 +20,7 @@ from sample_bus.position import BusPosition
 from trainer.checkpoint import DIRECTORY, Checkpoint, choose
 from trainer.history import History, history_of
 from trainer.run_id import FILE, run_id_of
+from trainer.taken_up import settings_of_run
 
 log = structlog.get_logger()
 
@@ -78,7 +78,7 @@ def _check_group_size(settings: Settings) -> None:
     if not (settings.run_dir / FILE).exists():
         return
     try:
-        before = yaml.safe_load((settings.run_dir / SETTINGS_FILE).read_text(encoding="utf-8"))["group_size"]
+        before = yaml.safe_load(settings_of_run(settings.run_dir).read_text(encoding="utf-8"))["group_size"]
     except (OSError, ValueError, KeyError, TypeError, yaml.YAMLError):
         return  # nothing was remembered of it
     if before != settings.group_size:

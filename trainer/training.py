@@ -39,6 +39,7 @@ from trainer.randomness import Randomness
 from trainer.retained import Retained
 from trainer.rounds import has_ended, row_of
 from trainer.status import StatusBoard
+from trainer.taken_up import note
 from trainer.tracking import Tracker, open_tracker
 from trainer.weight_check import WeightChecks
 
@@ -108,6 +109,7 @@ async def train(around: Surroundings) -> None:
     randomness = Randomness()
     parts: Mapping[str, Part] = {"policy": policy, "random": randomness}
     await in_thread(lambda: _begin(around.checkpoint, parts, randomness, seed=settings.seed))
+    await asyncio.to_thread(lambda: note(settings, run_id=around.run_id))
     if around.history.model is None:
         around.journal.write(ModelTaken(at=time.time(), source=settings.model.source, files=files))
     checkpoint = around.checkpoint

@@ -114,6 +114,22 @@ def test_a_resumed_run_goes_on_bit_by_bit(directories: dict[TinyModel, Path], tm
     assert all(torch.equal(tensor, expected[name]) for name, tensor in resumed.export_weights())
 
 
+def test_a_checkpoint_of_other_adapters_is_refused_by_the_name_of_the_setting(
+    directories: dict[TinyModel, Path], tmp_path: Path
+) -> None:
+    directory = directories[TinyModel.TIED]
+    policy_of(directory, lora_targets=("q_proj",)).save(_made(tmp_path / "state"))
+    with pytest.raises(CheckpointError, match=r"state: trainer\.lora_rank: got 0, expected 4"):
+        policy_of(directory, lora_rank=0).load(tmp_path / "state")
+    with pytest.raises(CheckpointError, match=r"trainer\.lora_rank: got 8, expected 4"):
+        policy_of(directory, lora_rank=8, lora_targets=("q_proj",)).load(tmp_path / "state")
+    with pytest.raises(CheckpointError, match=r"trainer\.lora_targets: got q_proj, v_proj, expected q_proj"):
+        policy_of(directory, lora_targets=("q_proj", "v_proj")).load(tmp_path / "state")
+    policy_of(directory, lora_rank=0).save(_made(tmp_path / "whole"))
+    with pytest.raises(CheckpointError, match=r"trainer\.lora_rank: got 4, expected 0"):
+        policy_of(directory).load(tmp_path / "whole")
+
+
 def test_a_checkpoint_of_another_base_or_another_scale_is_refused(directories: dict[TinyModel, Path], tmp_path: Path) -> None:
     policy_of(directories[TinyModel.TIED]).save(_made(tmp_path / "state"))
     with pytest.raises(CheckpointError, match=r"lora_alpha: got 8\.0, expected 16\.0"):

@@ -10,10 +10,13 @@ from pathlib import Path
 import pytest
 
 from configs.errors import ConfigError
+from configs.loader import load
 from configs.schema import Settings
 from sample_bus.journal import ModelTaken, VersionPublished
-from sample_bus.messages import TrainerState
-from tests.trainer.daemons import daemon, journal, rollouter, settings_for, status_where
+from sample_bus.messages import EndReason, TrainerState
+from tests.trainer.daemons import daemon, end_of, journal, offer_group, rollouter, settings_for, status_where
+from trainer.errors import CheckpointError
+from trainer.taken_up import settings_of_run
 
 pytestmark = pytest.mark.integration
 
@@ -60,3 +63,23 @@ async def test_a_version_that_is_published_again_with_other_bytes_is_named(
     assert words in capsys.readouterr().out
     digests = [record.digest for record in journal(tmp_path / "run", VersionPublished)]
     assert digests[0] == digests[1] != digests[2]
+
+
+async def test_a_refused_start_leaves_no_settings_for_replay_or_for_the_next_start(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    values = {"checkpoint.at_end": True, "checkpoint.resume": "auto"}
+    assert settings_of_run(run_dir) == run_dir / "settings.yaml"
+    settings = settings_for(run_dir, **values, num_steps=1)
+    async with daemon(settings) as task:
+        async with rollouter(settings) as link:
+            await offer_group(link, 0)
+            await offer_group(link, 1)
+            assert (await end_of(link)).reason is EndReason.FINISHED
+        await task
+    with pytest.raises(CheckpointError, match=r"trainer\.lora_rank: got 4, expected 0"):
+        async with daemon(settings_for(run_dir, **values, **{"trainer.lora_rank": 4})) as task:
+            await task
+    assert load(settings_of_run(run_dir), environment={}).trainer.lora_rank == 0
+    with pytest.raises(ConfigError, match="group_size: got 2, expected 4"):
+        async with daemon(settings_for(run_dir, **values, group_size=2)) as task:
+            await task
