@@ -334,7 +334,9 @@ class WeightSyncSettings(Section):
     bucket_timeout_s: float = Field(30.0, gt=0, description="Deadline for one bucket to be taken.")
     announce_timeout_s: float = Field(30.0, gt=0, description="Deadline for an announced version to be asked for.")
     stage_timeout_s: float = Field(120.0, gt=0, description="Deadline for a version to be staged once it was asked for.")
-    commit_timeout_s: float = Field(60.0, gt=0, description="Deadline for an engine to load a staged version.")
+    commit_timeout_s: float = Field(
+        60.0, gt=0, description="Deadline for an engine to switch to a staged version, from its pause until it has said so."
+    )
     confirm_timeout_s: float = Field(30.0, gt=0, description="Deadline for an engine to say which version it holds.")
     round_timeout_s: float = Field(120.0, gt=0, description="Deadline of a whole round: announce, stage, commit, confirm.")
 

@@ -92,6 +92,8 @@ class Member:
         self.last_drain_ms: float | None = None
         """From the closing of the door to the pause, at the last commit: with `finish`, the time that requests took to end."""
         self.round_lock = asyncio.Lock()
+        self.life = asyncio.Event()
+        """Set when the engine is lost; whatever comes in its place has one of its own."""
         self.trouble = asyncio.Event()
         """Set when the engine must be looked at: it gave no answer in time, or a round failed on it."""
 
@@ -177,11 +179,14 @@ class Member:
         self.num_doubts += 1
 
     def settle(self) -> None:
-        """Serve if there are weights to serve."""
-        self.state = EngineState.WAITING if self.held is None else EngineState.SERVING
+        """Serve if there are weights to serve; an engine that was lost meanwhile does not."""
+        if self.is_alive:
+            self.state = EngineState.WAITING if self.held is None else EngineState.SERVING
 
     def lose(self) -> None:
         """The process is gone, and with it the weights."""
         self.state = EngineState.DEAD
         self.held = self.fresh = None
         self.failed_commits = 0
+        self.life.set()
+        self.life = asyncio.Event()

@@ -174,12 +174,21 @@ class EnginePool:
             await member.server.serve(*self._model)
         else:
             await self._reach(member, timeout_s=self._settings.start_timeout_s)
+            await self._resume(member)
         await self._check(member)
         self._change(member, EngineState.WAITING)
 
     def _model_dtype(self) -> str:
         assert self._model is not None, "supervise before start"
         return self._model[1]
+
+    async def _resume(self, member: Member) -> None:
+        """An engine that was started elsewhere may have been left in mid-commit, by us when it did not answer or by a rollouter
+        that is gone; whatever it holds counts for nothing. Raises EngineStartError."""
+        try:
+            await member.client.resume(timeout_s=self._weight_sync.connect_timeout_s)
+        except EngineError as error:
+            raise EngineStartError(f"{member.name} ({member.client.address}) cannot be used: {error}") from error
 
     async def _check(self, member: Member) -> None:
         """Refuse an engine whose log-probabilities leave temperature out: every importance ratio would be wrong."""

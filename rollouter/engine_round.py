@@ -3,7 +3,8 @@
 Invariant: what may stand in a KV cache under new weights is known. `keep` freezes the requests in flight and lets them go on
 with their cache; `recompute` ends them with what they have, and `finish` lets them come to their end first, and both empty the
 prefix cache before the new version is stamped. However a commit ends, generation is resumed in one place, and a request reaches
-the engine only after that was answered. Each phase has its deadline; an engine that misses one is out of the round.
+the engine only after that was answered. Each phase has its deadline, and so has what is asked after a failure: an engine that
+misses one, or is lost meanwhile, is out of the round, and holds up the others no longer.
 """
 
 from __future__ import annotations
@@ -11,9 +12,9 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import Awaitable, Callable
-from contextlib import AbstractAsyncContextManager, nullcontext
+from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass
+from typing import Any
 
 import structlog
 
@@ -22,6 +23,7 @@ from agent_loop.vllm_client import VllmClient
 from agent_loop.vllm_wire import UNLABELLED
 from configs.schema import WeightSyncSettings
 from rollouter.engine_member import EngineState, Held, Member, PartialRollout, WaitStaged
+from rollouter.engine_turn import Turn
 from sample_bus.messages import RoundPhase, RoundResult, WeightRound
 
 log = structlog.get_logger()
@@ -54,33 +56,38 @@ async def bring(
     settings: WeightSyncSettings,
     drain_timeout_s: float,
     on_change: Callable[[], None],
-    turn: AbstractAsyncContextManager[object] | None = None,
+    turn: asyncio.Lock | None = None,
 ) -> RoundResult:
-    """Bring one engine to a round. `mode` is asked when the pause begins; `turn` is held while it switches.
+    """Bring one engine to a round. `mode` is asked when the pause begins; `turn` is held while it switches, for no longer than
+    a switch may take.
 
     Never raises for the engine's failure: the result has the reason. `on_change` is called whenever the member's state changed.
     """
     async with member.round_lock:
         if member.held == Held.of(announced):
             return _result(member, announced, committed=True)
-        started = time.monotonic()
-        stage_ms = 0.0
         progress = _Progress()
         member.begin_attempt(Held.of(announced))
-        try:
+
+        async def switch() -> None:
             await _stage(member, announced, open_source, settings)
-            stage_ms = (time.monotonic() - started) * 1e3
-            async with turn or nullcontext():
+            progress.stage_ms = (time.monotonic() - started) * 1e3
+            async with Turn(turn) as mine:
                 progress.phase = RoundPhase.COMMIT
                 await _commit(
                     member,
                     announced,
                     progress,
+                    mine,
                     mode=mode(),
                     settings=settings,
                     drain_timeout_s=drain_timeout_s,
                     on_change=on_change,
                 )
+
+        started = time.monotonic()
+        try:
+            await _unless_lost(member, switch())
         except Exception as error:  # noqa: BLE001 - an engine's failure is this round's result, whatever it is
             member.trouble.set()
             reason = str(error) or type(error).__name__
@@ -92,25 +99,47 @@ async def bring(
                 attempt=member.attempt,
                 why=reason,
             )
-            return _result(member, announced, committed=False, stage_ms=stage_ms, phase=progress.phase, message=reason)
-        result = _result(member, announced, committed=True, stage_ms=stage_ms)
+            return _result(member, announced, committed=False, stage_ms=progress.stage_ms, phase=progress.phase, message=reason)
+        result = _result(member, announced, committed=True, stage_ms=progress.stage_ms)
         return result.model_copy(update={"probe_logprobs": await _probe(member, announced)})
+
+
+async def _unless_lost(member: Member, work: Coroutine[Any, Any, None]) -> None:
+    """Do `work`, up to the moment in which the engine is lost. Raises what it raises, and EngineUnavailable."""
+    task, lost = asyncio.ensure_future(work), asyncio.ensure_future(member.life.wait())
+    try:
+        if member.is_alive:
+            await asyncio.wait((task, lost), return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        lost.cancel()
+        if not task.done():
+            task.cancel()
+            await asyncio.wait((task,))
+    if task.cancelled():
+        raise EngineUnavailable(f"{member.name} was lost meanwhile")
+    task.result()
 
 
 async def _probe(member: Member, announced: WeightRound) -> tuple[float, ...]:
     """The round's probe, scored while the engine generates under the same weights; nothing where it does not answer."""
     if not announced.probe_ids or member.held is None:
         return ()
+    scored: list[float] = []
+
+    async def score(cache_salt: str) -> None:
+        scored.extend(await member.client.score(announced.probe_ids, cache_salt=cache_salt))
+
     try:
-        return tuple(await member.client.score(announced.probe_ids, cache_salt=member.held.cache_salt))
+        await _unless_lost(member, score(member.held.cache_salt))
     except AgentLoopError as error:
         log.warning("engine did not score the probe", engine=member.name, why=str(error))
-        return ()
+    return tuple(scored)
 
 
 @dataclass(slots=True)
 class _Progress:
     phase: RoundPhase = RoundPhase.STAGE
+    stage_ms: float = 0.0
 
 
 def _result(
@@ -166,13 +195,19 @@ async def _commit(
     member: Member,
     announced: WeightRound,
     progress: _Progress,
+    turn: Turn,
     *,
     mode: PartialRollout,
     settings: WeightSyncSettings,
     drain_timeout_s: float,
     on_change: Callable[[], None],
 ) -> None:
-    """Close the door, pause, load, confirm, resume. Raises what went wrong; the member says afterwards what it holds."""
+    """Close the door, pause, load, confirm, resume. Raises what went wrong; the member says afterwards what it holds.
+
+    From the pause on there is one deadline, at which the turn is passed on, too. An engine that is lost meanwhile is left
+    alone: whatever comes in its place is none of this commit's business.
+    """
+    life = member.life
     member.state = EngineState.UPDATING
     on_change()
     num_in_flight = member.in_flight
@@ -185,17 +220,28 @@ async def _commit(
             on_change()
             raise
     paused_at = time.monotonic()
+    deadline_s, setting = min((settings.commit_timeout_s, "commit_timeout_s"), (settings.round_timeout_s, "round_timeout_s"))
+    turn.end_in(deadline_s)
     try:
         try:
-            await member.client.pause("keep" if mode == "keep" else "abort", clear_cache=False)
-            await _load(member, announced, progress, settings, reset_cache=mode != "keep")
-        except BaseException:
+            async with asyncio.timeout(deadline_s) as deadline:
+                await member.client.pause("keep" if mode == "keep" else "abort", clear_cache=False)
+                await _load(member, announced, progress, settings, reset_cache=mode != "keep")
+        except BaseException as error:
             member.failed_commits += 1
-            await asyncio.shield(_look_after_failure(member))
+            if member.life is life:
+                await asyncio.shield(_look_after_failure(member, settings.confirm_timeout_s))
+            if isinstance(error, TimeoutError) and deadline.expired():
+                raise EngineUnavailable(
+                    f"{member.name} did not switch to version {announced.policy_version} within "
+                    f"weight_sync.{setting}={deadline_s:g} s"
+                ) from error
             raise
-        member.hold(Held.of(announced), fresh_cache=mode != "keep")
+        if member.life is life:
+            member.hold(Held.of(announced), fresh_cache=mode != "keep")
     finally:
-        await asyncio.shield(_resume(member))
+        if member.life is life:
+            await asyncio.shield(_resume(member, settings.connect_timeout_s))
         member.last_pause_ms = (time.monotonic() - paused_at) * 1e3
         member.last_drain_ms = (paused_at - closed_at) * 1e3
         member.settle()
@@ -230,10 +276,10 @@ async def _drain(member: Member, timeout_s: float) -> None:
         member.is_draining = False
 
 
-async def _resume(member: Member) -> None:
+async def _resume(member: Member, timeout_s: float) -> None:
     """Once, however the commit ended; an engine that does not resume counts as holding nothing."""
     try:
-        await member.client.resume()
+        await member.client.resume(timeout_s=timeout_s)
     except AgentLoopError as error:
         member.doubt()
         log.warning("engine did not resume", engine=member.name, why=str(error))
@@ -281,16 +327,18 @@ async def _loaded_versions(client: VllmClient) -> set[int | None]:
     return {status["loaded"] for status in await client.collective_rpc("headrace_status")}
 
 
-async def _look_after_failure(member: Member) -> None:
+async def _look_after_failure(member: Member, timeout_s: float) -> None:
     """Find out whether the weights before are still loaded, whole and labelled as such. If not, or if nobody says, what the
     engine samples from here on counts for nothing."""
     before = None if member.held is None else member.held.policy_version
     expected = UNLABELLED if before is None else str(before)
     try:
-        if await _loaded_versions(member.client) == {before} and await member.client.weight_version() == expected:
-            return
-    except AgentLoopError as error:
-        log.warning("engine does not say what it holds", engine=member.name, why=str(error))
+        async with asyncio.timeout(timeout_s):
+            if await _loaded_versions(member.client) == {before} and await member.client.weight_version() == expected:
+                return
+    except (AgentLoopError, TimeoutError) as error:
+        why = str(error) or f"no answer within weight_sync.confirm_timeout_s={timeout_s:g} s"
+        log.warning("engine does not say what it holds", engine=member.name, why=why)
     member.doubt()
     if member.server is not None:
         member.server.kill()
