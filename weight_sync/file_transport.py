@@ -107,19 +107,26 @@ class FileStore:
             AddressTaken: another server has it.
         """
         self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        fd = os.open(self._directory / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            if self._needs_lock or isinstance(error, BlockingIOError):
-                os.close(fd)
-                raise AddressTaken(f"another weight server has {self._directory}: {error}") from error
-            log.warning("the directory of the weights cannot be locked", directory=str(self._directory), problem=str(error))
-        self._lock_fd = fd
+        self._lock_fd = self._take_lock()
         for path in self._directory.iterdir():
             if _VERSION_DIR.fullmatch(path.name):
                 log.info("weights of an earlier server are removed", path=str(path))
                 shutil.rmtree(path, ignore_errors=True)
+
+    def _take_lock(self) -> int:
+        path = self._directory / LOCK_FILE
+        while True:
+            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError as error:
+                if self._needs_lock or isinstance(error, BlockingIOError):
+                    os.close(fd)
+                    raise AddressTaken(f"another weight server has {self._directory}: {error}") from error
+                log.warning("the directory of the weights cannot be locked", directory=str(self._directory), problem=str(error))
+            if _is_at(path, fd):
+                return fd
+            os.close(fd)  # whoever had it removed it between the two calls
 
     def path_of(self, snapshot: Snapshot) -> Path:
         """The directory of a version, written if it is not there; versions before the two newest are removed."""
@@ -158,7 +165,18 @@ class FileStore:
             self._written.clear()
             fd, self._lock_fd = self._lock_fd, None
         if fd is not None:
+            path = self._directory / LOCK_FILE
+            if os.fstat(fd).st_size == 0 and _is_at(path, fd):
+                path.unlink()
             os.close(fd)
+
+
+def _is_at(path: Path, fd: int) -> bool:
+    """Whether the open file is the one that has this name."""
+    try:
+        return os.path.samestat(path.stat(), os.fstat(fd))
+    except FileNotFoundError:
+        return False
 
 
 @dataclass(frozen=True, slots=True)

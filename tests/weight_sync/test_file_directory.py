@@ -107,6 +107,17 @@ def test_a_users_file_in_the_place_of_the_lock_is_left_as_it_is(directory: Path)
     assert (directory / "lock").read_text() == "the user's own"
 
 
+def test_a_server_leaves_an_empty_directory(directory: Path) -> None:
+    for hosts in (LOCAL, REMOTE):
+        with serving(directory, hosts) as server:
+            server.publish(weights(1).items(), policy_version=1)
+            assert_same(pull(server, 1), weights(1))
+            with pytest.raises(AddressTaken), serving(directory, hosts):
+                pass
+            assert (directory / "lock").exists()
+        assert not list(directory.iterdir())
+
+
 def test_a_server_removes_only_its_own_socket(tmp_path: Path, directory: Path) -> None:
     with serving(directory, LOCAL):
         (directory / "control").unlink()
