@@ -131,6 +131,10 @@ def choose(root: Path, *, mode: Literal["never", "auto", "must"], run_id: str) -
 def load(checkpoint: Checkpoint, parts: Mapping[str, Part]) -> None:
     """Verify every file, then restore `parts`. Raises CheckpointError."""
     verify(checkpoint.path)
+    files = _listed(checkpoint.path)
+    for name in parts:
+        if not any(file.startswith(f"{name}/") for file in files):
+            raise CheckpointError(f"{checkpoint.path / MARKER}: lists no file of {name}")
     for name, part in parts.items():
         part.load(checkpoint.path / name)
 
@@ -162,7 +166,7 @@ def find(root: Path) -> Found:
 
 def verify(checkpoint: Path) -> None:
     """Raise CheckpointError naming the first file whose bytes are not those that were written."""
-    for name, facts in json.loads((checkpoint / MARKER).read_text())["files"].items():
+    for name, facts in _listed(checkpoint).items():
         if (got := _checksum(checkpoint / name)) != facts["xxh3"]:
             raise CheckpointError(f"{checkpoint / name}: damaged: checksum {got}, expected {facts['xxh3']}")
 
@@ -203,7 +207,9 @@ def _prune(root: Path, *, run_id: str, keep: int) -> None:
 def _lacks(path: Path) -> str | None:
     """What keeps a directory from being complete."""
     try:
-        files = json.loads((path / MARKER).read_text())["files"]
+        files = _listed(path)
+        if STATE not in files:
+            return f"{MARKER} lists no {STATE}"
         for name, facts in files.items():
             if (size := (path / name).stat().st_size) != facts["bytes"]:
                 return f"{name}: {size} bytes, expected {facts['bytes']}"
@@ -212,6 +218,12 @@ def _lacks(path: Path) -> str | None:
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         return f"{MARKER} cannot be read: {error}"
     return None
+
+
+def _listed(checkpoint: Path) -> dict[str, Any]:
+    """The marker's files, by name."""
+    files: dict[str, Any] = json.loads((checkpoint / MARKER).read_text())["files"]
+    return files
 
 
 def _checksum(path: Path) -> str:

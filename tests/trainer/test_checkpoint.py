@@ -97,6 +97,23 @@ def test_half_written_checkpoints_are_told_and_passed_over(tmp_path: Path, capsy
     assert all(name in said for name in ("step_20", "step_30", "step_40", ".unfinished_step_50"))
 
 
+@pytest.mark.parametrize("marker", ["{}", '{"files": {}}', '{"files": []}', '{"files": null}', '{"files": {"state.json": 1}}'])
+def test_a_marker_that_does_not_list_the_run_s_state_completes_nothing(tmp_path: Path, marker: str) -> None:
+    """B89"""
+    save_steps(tmp_path, 10, 20)
+    (tmp_path / "step_20" / MARKER).write_text(marker)
+    assert newest(tmp_path, "auto").state.step == 10
+
+
+def test_a_marker_that_lists_nothing_of_a_part_is_damage(tmp_path: Path) -> None:
+    save_steps(tmp_path, 10)
+    marker = tmp_path / "step_10" / MARKER
+    files = json.loads(marker.read_text())["files"]
+    marker.write_text(json.dumps({"files": {STATE: files[STATE]}}))
+    with pytest.raises(CheckpointError, match=r"complete\.json: lists no file of policy"):
+        load(newest(tmp_path), {"policy": Notebook()})
+
+
 @pytest.mark.parametrize("mode", ["auto", "must"])
 def test_an_incomplete_checkpoint_alone_is_an_error_not_a_fresh_start(tmp_path: Path, mode: str) -> None:
     """B90"""
