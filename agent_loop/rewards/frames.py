@@ -22,6 +22,8 @@ from agent_loop.rewards.score import Score
 
 PREFIX_BYTES = 4
 MAX_FRAME_BYTES = 256 << 20
+MAX_WORDS = 10_000
+"""Characters that are told of a failure."""
 _BIG_INT = 1
 
 
@@ -151,7 +153,8 @@ class Answer:
 
     def encode(self) -> bytes:
         outcomes = [
-            [one.kind.value, None if one.score is None else _plain_score(one.score), one.words] for one in self.outcomes
+            [one.kind.value, None if one.score is None else _plain_score(one.score), _writable(one.words)]
+            for one in self.outcomes
         ]
         return frame([self.number, outcomes, self.retire])
 
@@ -180,6 +183,11 @@ def _outcome(value: Any) -> Outcome:
     if (scored is not None) != (kind == OutcomeKind.SCORED):
         raise ValueError(f"outcome {kind} with score {scored}")
     return Outcome(kind=OutcomeKind(kind), score=scored, words=str(words))
+
+
+def _writable(words: str) -> str:
+    """Somebody's words, in Unicode and not too many."""
+    return words[:MAX_WORDS].encode(errors="backslashreplace").decode()
 
 
 def frame(value: Any) -> bytes:

@@ -91,7 +91,14 @@ class Reward:
             raise
         except USER_CODE_FAILURES as error:
             raise RewardError(f"reward {self.path} raised {words_of(error)} (data source {data_source})") from error
-        return score_of(value, path=self.path)
+        try:
+            return score_of(value, path=self.path)
+        except RewardError:
+            raise
+        except USER_CODE_FAILURES as error:  # a value whose __float__ is the user's
+            raise RewardError(
+                f"reward {self.path} returned what raises {words_of(error)} (data source {data_source})"
+            ) from error
 
 
 def form_of(function: Callable[..., Any]) -> Form:
@@ -103,13 +110,21 @@ def form_of(function: Callable[..., Any]) -> Form:
 
 def checked_batch(values: Any, *, expected: int, path: str) -> list[Any]:
     """What a batched reward returned, as a list of `expected` values. Raises RewardError."""
-    try:
-        listed = list(values)
-    except TypeError as error:
-        raise RewardError(f"reward {path}: got {type(values).__name__} for a batch, expected a list of scores") from error
+    if not is_iterable(values):
+        raise RewardError(f"reward {path}: got {type(values).__name__} for a batch, expected a list of scores")
+    listed = list(values)
     if len(listed) != expected:
         raise RewardError(f"reward {path}: got {len(listed)} scores for a batch, expected {expected}, one for each reply")
     return listed
+
+
+def is_iterable(values: Any) -> bool:
+    """Whether there is a list in it; none of it is made."""
+    try:
+        iter(values)
+    except TypeError:
+        return False
+    return True
 
 
 def load_reward(path: str, arguments: Mapping[str, Any] | None = None) -> Reward:

@@ -12,6 +12,7 @@ import os
 import signal
 import subprocess
 import sys
+from asyncio.subprocess import PIPE
 from collections.abc import Sequence
 from typing import Any
 
@@ -169,11 +170,24 @@ class _Overdue(Exception):
         self.number = number
 
 
+class _Ears(asyncio.subprocess.SubprocessStreamProtocol):
+    """Hears of the process's end when it ends: `wait` does only when nobody holds its pipes any more, and a fork of it may."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        super().__init__(limit=1 << 16, loop=loop)
+        self.exited = asyncio.Event()
+
+    def process_exited(self) -> None:
+        self.exited.set()
+        super().process_exited()
+
+
 class _Life:
     """One process, from its start to its end."""
 
-    def __init__(self, process: asyncio.subprocess.Process) -> None:
+    def __init__(self, process: asyncio.subprocess.Process, exited: asyncio.Event) -> None:
         self._process = process
+        self._exited = exited
         self._waiting: dict[int, asyncio.Future[Answer]] = {}
         self._number = 0
         self._hello: asyncio.Future[Ready] = asyncio.get_running_loop().create_future()
@@ -241,7 +255,7 @@ class _Life:
         await asyncio.to_thread(kill_tree, self.pid, is_reaped=self._process.returncode is not None)
         try:
             async with asyncio.timeout(_KILL_TIMEOUT_S):
-                await self._process.wait()
+                await self._exited.wait()
         except TimeoutError:
             log.warning("reward process does not die", pid=self.pid)
         for task in self._tasks:
@@ -263,7 +277,7 @@ class _Life:
     async def _listen(self) -> None:
         """Take answers until the process dies or says what is none."""
         reading = asyncio.create_task(self._read())
-        exiting = asyncio.create_task(self._process.wait())
+        exiting = asyncio.create_task(self._exited.wait())
         try:
             await asyncio.wait((reading, exiting), return_when=asyncio.FIRST_COMPLETED)
             if not reading.done():
@@ -317,18 +331,14 @@ class _Life:
 
 
 async def _begin(specs: Sequence[FunctionSpec], settings: RewardSettings) -> _Life:
+    loop = asyncio.get_running_loop()
     try:
-        process = await asyncio.create_subprocess_exec(
-            *_COMMAND,
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.PIPE,
-            env=_environment(),
-            start_new_session=True,
+        transport, protocol = await loop.subprocess_exec(
+            lambda: _Ears(loop), *_COMMAND, stdin=PIPE, stdout=PIPE, stderr=PIPE, env=_environment(), start_new_session=True
         )
     except OSError as error:
         raise RewardUnavailable(f"a reward process cannot be started: {error.strerror or error}") from error
-    life = _Life(process)
+    life = _Life(asyncio.subprocess.Process(transport, protocol, loop), protocol.exited)
     try:
         ready = await life.ready(_start(specs, settings), settings.start_timeout_s)
     except BaseException as error:

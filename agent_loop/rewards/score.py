@@ -12,11 +12,14 @@ from typing import Any
 
 import numpy as np
 
-from agent_loop.errors import RewardError, Unscored
+from agent_loop.errors import USER_CODE_FAILURES, RewardError, Unscored
 from configs.limits import MAX_REWARD
 
 MAX_TURN_REWARDS = 1 << 20
 """More turns than any rollout has."""
+MAX_PARTS = 100
+"""Numbers that are logged beside a score; more of them are left out."""
+MAX_PART_NAME = 100
 _NO_PARTS = ("score", "turn_rewards")
 
 
@@ -42,16 +45,16 @@ def score_of(value: Any, *, path: str) -> Score:
     if isinstance(value, Score):
         return Score(
             value=_number(value.value, path),
-            parts={name: _number(part, path) for name, part in value.parts.items()},
+            parts={_name(name): _number(part, path) for name, part in value.parts.items()},
             turn_rewards=_turn_rewards(value.turn_rewards, path),
         )
     if isinstance(value, Mapping):
         if "score" not in value:
             raise RewardError(f"reward {path}: got a dict with keys {sorted(map(str, value))}, expected one with `score`")
-        others = {str(name): part for name, part in value.items() if name not in _NO_PARTS}
-        parts = {name: number for name, part in others.items() if (number := _maybe(part)) is not None}
         return Score(
-            value=_number(value["score"], path), parts=parts, turn_rewards=_turn_rewards(value.get("turn_rewards"), path)
+            value=_number(value["score"], path),
+            parts=_parts(value),
+            turn_rewards=_turn_rewards(value.get("turn_rewards"), path),
         )
     return Score(value=_number(value, path))
 
@@ -91,12 +94,22 @@ def _number(value: Any, path: str) -> float:
     return score
 
 
-def _maybe(value: Any) -> float | None:
-    """A number that may be logged, or None: what a reward returns beside its score is no reason to fail."""
-    if value is None or isinstance(value, (str, bytes, Mapping)):
-        return None
-    try:
-        number = float(value)
-    except (TypeError, ValueError, OverflowError):
-        return None
-    return number if math.isfinite(number) else None
+def _parts(value: Mapping[Any, Any]) -> dict[str, float]:
+    """The numbers that may be logged: what a reward returns beside its score is no reason to fail."""
+    parts: dict[str, float] = {}
+    for name, part in value.items():
+        if len(parts) == MAX_PARTS:
+            break
+        if name in _NO_PARTS or part is None or isinstance(part, (str, bytes, Mapping)):
+            continue
+        try:
+            number, called = float(part), _name(name)
+        except USER_CODE_FAILURES:  # a tensor of several numbers, say
+            continue
+        if math.isfinite(number):
+            parts[called] = number
+    return parts
+
+
+def _name(name: Any) -> str:
+    return str(name)[:MAX_PART_NAME].encode(errors="backslashreplace").decode()

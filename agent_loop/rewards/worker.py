@@ -12,16 +12,17 @@ import contextlib
 import ctypes
 import os
 import resource
+import selectors
 import signal
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from agent_loop.errors import USER_CODE_FAILURES, BadGroundTruth, RewardError, RewardUnavailable, Unscored, words_of
+from agent_loop.errors import BadGroundTruth, RewardError, RewardUnavailable, Unscored, words_of
 from agent_loop.rewards.frames import PREFIX_BYTES, Answer, Outcome, OutcomeKind, Ready, Reply, Request, Start, parse
-from agent_loop.rewards.loading import Form, Reward, checked_batch, load_reward
+from agent_loop.rewards.loading import Form, Reward, checked_batch, is_iterable, load_reward
 from agent_loop.rewards.score import score_of
 
 _PR_SET_PDEATHSIG = 1
@@ -43,6 +44,12 @@ _INFRASTRUCTURE = frozenset(
     }
 )
 """Names of error classes, of the usual clients, that say that a service was not there."""
+_KINDS = {
+    OutcomeKind.BAD_GROUND_TRUTH: BadGroundTruth,
+    OutcomeKind.UNSCORED: Unscored,
+    OutcomeKind.UNAVAILABLE: RewardUnavailable,
+    OutcomeKind.FAILED: RewardError,
+}
 
 
 def main() -> None:
@@ -65,7 +72,7 @@ def main() -> None:
         return
     _write(outgoing, Ready(forms=tuple(reward.form for reward in rewards)).encode())
     if any(reward.form is Form.ASYNC for reward in rewards):
-        asyncio.run(_serve_concurrently(rewards, incoming, outgoing, start.max_memory_bytes))
+        _run(lambda: _serve_concurrently(rewards, incoming, outgoing, start.max_memory_bytes))
     else:
         _serve(rewards, incoming, outgoing, start.max_memory_bytes)
 
@@ -101,20 +108,24 @@ def call(reward: Reward, replies: Sequence[Reply]) -> list[Outcome]:
             values = [
                 reward.function(one.data_source, one.solution_str, one.ground_truth, dict(one.extra_info)) for one in replies
             ]
-    except USER_CODE_FAILURES as error:
+        listed = list(values) if is_iterable(values) else values  # the code of a generator runs here
+    except BaseException as error:  # noqa: BLE001 - whatever it is, it is an outcome
         return [_failure(reward, error, replies[0].data_source)] * len(replies)
     try:
-        values = checked_batch(values, expected=len(replies), path=reward.path)
+        values = checked_batch(listed, expected=len(replies), path=reward.path)
     except RewardError as error:
         return [Outcome(kind=OutcomeKind.MISCOUNTED, words=str(error))] * len(replies)
     return [_outcome(reward, value, one) for value, one in zip(values, replies, strict=True)]
 
 
 async def call_async(reward: Reward, reply: Reply) -> Outcome:
-    """One call of an async function."""
+    """One call of an async function. Raises CancelledError where its task is cancelled, not where the function says so."""
     try:
         value = await reward.function(reply.data_source, reply.solution_str, reply.ground_truth, dict(reply.extra_info))
-    except USER_CODE_FAILURES as error:
+    except BaseException as error:
+        task = asyncio.current_task()
+        if isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling():
+            raise
         return _failure(reward, error, reply.data_source)
     return _outcome(reward, value, reply)
 
@@ -122,27 +133,27 @@ async def call_async(reward: Reward, reply: Reply) -> Outcome:
 def _outcome(reward: Reward, value: Any, reply: Reply) -> Outcome:
     try:
         return Outcome(kind=OutcomeKind.SCORED, score=score_of(value, path=reward.path))
-    except RewardError as error:
-        return _failure(reward, error, reply.data_source)
-    except USER_CODE_FAILURES as error:  # a value whose __float__ is the user's
+    except BaseException as error:  # noqa: BLE001 - a value whose __float__ is the user's
         return _failure(reward, error, reply.data_source)
 
 
 def _failure(reward: Reward, error: BaseException, data_source: str) -> Outcome:
-    match error:
-        case BadGroundTruth():
-            return Outcome(kind=OutcomeKind.BAD_GROUND_TRUTH, words=str(error))
-        case Unscored():
-            return Outcome(kind=OutcomeKind.UNSCORED, words=str(error))
-        case RewardUnavailable():
-            return Outcome(kind=OutcomeKind.UNAVAILABLE, words=str(error))
-        case RewardError():
-            return Outcome(kind=OutcomeKind.FAILED, words=str(error))
-    traceback.print_exception(error)
-    kind = OutcomeKind.FAILED
-    if isinstance(error, MemoryError) or any(base.__name__ in _INFRASTRUCTURE for base in type(error).__mro__):
-        kind = OutcomeKind.UNAVAILABLE
+    if isinstance(error, RewardError):
+        words = words_of(error).removeprefix(f"{type(error).__name__}: ")
+        for kind, of in _KINDS.items():
+            if isinstance(error, of):
+                return Outcome(kind=kind, words=words)
+    with contextlib.suppress(Exception):  # standard error may be closed by now
+        traceback.print_exception(error)
+    kind = OutcomeKind.UNAVAILABLE if _is_infrastructure(error) else OutcomeKind.FAILED
     return Outcome(kind=kind, words=f"reward {reward.path} raised {words_of(error)} (data source {data_source}){_place(error)}")
+
+
+def _is_infrastructure(error: BaseException) -> bool:
+    if isinstance(error, BaseExceptionGroup):
+        return all(map(_is_infrastructure, error.exceptions))
+    is_ours = isinstance(error, (MemoryError, RewardUnavailable))
+    return is_ours or any(base.__name__ in _INFRASTRUCTURE for base in type(error).__mro__)
 
 
 def _place(error: BaseException) -> str:
@@ -158,16 +169,46 @@ def _serve(rewards: Sequence[Reward], incoming: BinaryIO, outgoing: BinaryIO, ma
         if not request.replies:
             continue
         outcomes = call(rewards[request.function], request.replies)
-        if os.getpid() != own:
-            os._exit(0)  # a reward forked, and its child came back here
+        _end_if_forked(own)
         retire = _is_to_be_replaced(max_memory_bytes)
         _write(outgoing, Answer(number=request.number, outcomes=tuple(outcomes), retire=retire).encode())
+
+
+class _OwnSelector(selectors.DefaultSelector):
+    """Ends a process that an async reward forked and that came back to the event loop, whose pipes are its parent's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._owner = os.getpid()
+
+    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
+        _end_if_forked(self._owner)
+        found: list[tuple[selectors.SelectorKey, int]] = super().select(timeout)
+        return found
+
+
+def _run(serve: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    """Until it is over, whatever tasks of rewards raise: asyncio lets a SystemExit of any of them end its loop."""
+    loop = asyncio.SelectorEventLoop(_OwnSelector())
+    asyncio.set_event_loop(loop)
+    serving = loop.create_task(serve())
+    serving.add_done_callback(lambda _: loop.stop())
+    while not serving.done():
+        with contextlib.suppress(BaseException):  # whoever awaits the task is told
+            loop.run_forever()
+    serving.result()
+
+
+def _end_if_forked(own: int) -> None:
+    if os.getpid() != own:
+        os._exit(0)  # a reward forked, and its child came back here
 
 
 async def _serve_concurrently(
     rewards: Sequence[Reward], incoming: BinaryIO, outgoing: BinaryIO, max_memory_bytes: int | None
 ) -> None:
     running: dict[int, asyncio.Task[None]] = {}
+    own = os.getpid()
 
     async def answer(request: Request) -> None:
         try:
@@ -176,6 +217,7 @@ async def _serve_concurrently(
             outcome = Outcome(kind=OutcomeKind.FAILED, words="taken back")
         finally:
             running.pop(request.number, None)
+        _end_if_forked(own)
         retire = _is_to_be_replaced(max_memory_bytes)
         _write(outgoing, Answer(number=request.number, outcomes=(outcome,), retire=retire).encode())
 

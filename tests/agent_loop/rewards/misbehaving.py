@@ -14,9 +14,30 @@ import time
 from pathlib import Path
 from typing import Any
 
-from agent_loop.errors import RewardUnavailable
+from agent_loop.errors import RewardError, RewardUnavailable
 
 _KEPT: list[bytes] = []
+
+
+class TimedOut(BaseException):
+    """As of func_timeout, gevent and trio."""
+
+
+class Wordless(Exception):
+    def __str__(self) -> str:
+        raise RuntimeError("no words")
+
+
+class WordlessFailure(RewardError):
+    def __str__(self) -> str:
+        raise RuntimeError("no words")
+
+
+class Numberless:
+    """As a tensor of two elements."""
+
+    def __float__(self) -> float:
+        raise RuntimeError("cannot be converted to a scalar")
 
 
 def by_word(data_source: str, solution_str: str, ground_truth: Any, extra_info: Any = None) -> Any:
@@ -66,6 +87,31 @@ def by_word(data_source: str, solution_str: str, ground_truth: Any, extra_info: 
             if not flag.exists():
                 flag.touch()
                 raise RewardUnavailable("the judge is down")
+        case "timed-out":
+            raise TimedOut("took long")
+        case "says-cancelled":
+            raise asyncio.CancelledError
+        case "leaves":
+            raise GeneratorExit
+        case "group":
+            raise BaseExceptionGroup("two", [TimedOut("x"), ValueError("y")])
+        case "group-down":
+            raise ExceptionGroup("two", [ConnectionRefusedError("x"), RewardUnavailable("y")])
+        case "odd-words":
+            raise ValueError("a\ud800b" + "x" * 100_000)
+        case "no-words":
+            raise Wordless
+        case "own-words":
+            raise WordlessFailure
+        case "odd-parts":
+            names: dict[Any, float] = {"a\ud800": 2.0, None: 3.0, "n" * 1000: 4.0}
+            return {"score": 1.0, "tensor": Numberless(), "nan": float("nan"), **names, **{f"n{n}": 0 for n in range(1000)}}
+        case "odd-score":
+            return {"score": Numberless()}
+        case "fork-and-die":
+            if os.fork() == 0:
+                time.sleep(600)
+            os.kill(os.getpid(), signal.SIGKILL)
         case "alarm":
             signal.signal(signal.SIGALRM, lambda *_: None)
             signal.alarm(1)
@@ -89,8 +135,38 @@ async def by_word_async(data_source: str, solution_str: str, ground_truth: Any, 
             return {"score": 1.0, "pid": os.getpid()}
         case "raise":
             raise KeyError("golden")
+        case "timed-out":
+            raise TimedOut("took long")
+        case "says-cancelled":
+            raise asyncio.CancelledError
+        case "exit-in-a-task":
+            await asyncio.gather(_exits(), asyncio.sleep(0))
+        case "group-down":
+            async with asyncio.TaskGroup() as group:
+                group.create_task(_refused())
+        case "fork-and-return":
+            if os.fork() == 0:
+                return 0.25
+            await asyncio.sleep(0.2)
+        case "fork-and-go-on":
+            child = os.fork()
+            await asyncio.sleep(0.2)
+            return float(child > 0)
     await asyncio.sleep(0.01)
     return 1.0
+
+
+async def _exits() -> None:
+    sys.exit(3)
+
+
+async def _refused() -> None:
+    raise ConnectionRefusedError("nobody listens")
+
+
+def lazy_batch(data_sources: Any, solution_strs: Any, ground_truths: Any, extra_infos: Any) -> Any:
+    """Fails where its scores are looked at."""
+    return (1 / len(says) for says in solution_strs)
 
 
 def batch(data_sources: Any, solution_strs: Any, ground_truths: Any, extra_infos: Any) -> Any:

@@ -17,6 +17,7 @@ import pytest
 
 from agent_loop.errors import RewardError, RewardTimeout, RewardUnavailable, Unscored
 from agent_loop.rewards import Score
+from agent_loop.rewards.score import MAX_PART_NAME, MAX_PARTS
 from agent_loop.rewards.weighted import Part, Weighted
 from configs.schema import RewardSettings
 
@@ -91,6 +92,15 @@ async def test_a_process_that_dies_is_infrastructure_and_is_replaced(word: str, 
         ("none", Unscored, "got None"),
         ("down", RewardUnavailable, "the judge is down"),
         ("connection", RewardUnavailable, "nobody listens"),
+        ("timed-out", RewardError, r"raised TimedOut: took long .*misbehaving.py:\d+ in by_word"),
+        ("says-cancelled", RewardError, r"raised CancelledError: .*misbehaving.py:\d+ in by_word"),
+        ("leaves", RewardError, r"raised GeneratorExit: .*misbehaving.py:\d+ in by_word"),
+        ("group", RewardError, r"raised BaseExceptionGroup: two .*misbehaving.py:\d+ in by_word"),
+        ("group-down", RewardUnavailable, "raised ExceptionGroup: two"),
+        ("odd-words", RewardError, r"raised ValueError: a\\ud800bxxx"),
+        ("no-words", RewardError, "raised Wordless: its words raise RuntimeError"),
+        ("own-words", RewardError, "its words raise RuntimeError"),
+        ("odd-score", RewardError, "raised RuntimeError: cannot be converted to a scalar"),
     ],
 )
 async def test_each_failure_has_its_class_and_none_is_a_score(word: str, kind: type[RewardError], words: str) -> None:
@@ -99,6 +109,64 @@ async def test_each_failure_has_its_class_and_none_is_a_score(word: str, kind: t
         with pytest.raises(RewardError, match=words) as caught:
             await score(reward, word)
         assert type(caught.value) is kind
+        assert reward.pools[0].processes[0].num_started == 1
+
+
+async def test_what_stands_beside_a_score_and_is_no_number_is_left_out() -> None:
+    async with rewards() as reward:
+        found = await score(reward, "odd-parts")
+    assert found.value == 1.0
+    assert {name: found.parts[name] for name in ("a\\ud800", "None", "n" * MAX_PART_NAME)} == {
+        "a\\ud800": 2.0,
+        "None": 3.0,
+        "n" * MAX_PART_NAME: 4.0,
+    }
+    assert not {"tensor", "nan"} & set(found.parts)
+    assert len(found.parts) == MAX_PARTS
+
+
+async def test_a_batch_whose_scores_are_made_lazily_fails_where_they_fail() -> None:
+    async with rewards("lazy_batch", batch_wait_s=0.2) as reward:
+        good, bad = await asyncio.gather(score(reward, "x"), score(reward, ""), return_exceptions=True)
+        assert isinstance(good, Score)
+        assert type(bad) is RewardError
+        assert "raised ZeroDivisionError: division by zero" in str(bad)
+        assert reward.pools[0].processes[0].num_started == 1
+
+
+async def test_a_process_that_died_is_noticed_while_its_fork_holds_its_pipes() -> None:
+    async with rewards(timeout_s=1e6) as reward:  # at the deadline it would be noticed anyway
+        with pytest.raises(RewardUnavailable, match="was killed by signal 9"):
+            await score(reward, "fork-and-die")
+        assert (await score(reward, "x")).value == 1.0
+
+
+@pytest.mark.parametrize(
+    ("word", "kind", "words"),
+    [
+        ("timed-out", RewardError, "raised TimedOut: took long"),
+        ("says-cancelled", RewardError, "raised CancelledError"),
+        ("exit-in-a-task", RewardError, "raised SystemExit: 3"),
+        ("group-down", RewardUnavailable, "raised ExceptionGroup"),
+    ],
+)
+async def test_what_an_async_reward_or_a_task_of_it_raises_is_its_own(word: str, kind: type[RewardError], words: str) -> None:
+    async with rewards("by_word_async") as reward:
+        beside = [asyncio.create_task(score(reward, "x")) for _ in range(20)]
+        with pytest.raises(RewardError, match=words) as caught:
+            await score(reward, word)
+        assert type(caught.value) is kind
+        assert [one.value for one in await asyncio.gather(*beside)] == [1.0] * 20
+        assert reward.pools[0].processes[0].num_started == 1
+
+
+@pytest.mark.parametrize("word", ["fork-and-return", "fork-and-go-on"])
+async def test_the_fork_of_an_async_reward_answers_nobody(word: str) -> None:
+    async with rewards("by_word_async") as reward:
+        replies = [score(reward, one) for one in (*["x"] * 10, word, *["x"] * 10)]
+        assert [one.value for one in await asyncio.gather(*replies)] == [1.0] * 21
+        again = await asyncio.gather(*(score(reward, "pid") for _ in range(50)))
+        assert len({one.parts["pid"] for one in again}) == 1
         assert reward.pools[0].processes[0].num_started == 1
 
 
