@@ -24,6 +24,7 @@ from agent_loop.vllm_wire import UNLABELLED
 from configs.schema import WeightSyncSettings
 from rollouter.engine_member import EngineState, Held, Member, PartialRollout, WaitStaged
 from rollouter.engine_turn import Turn
+from rollouter.errors import WeightCacheLost
 from sample_bus.messages import RoundPhase, RoundResult, WeightRound
 
 log = structlog.get_logger()
@@ -170,21 +171,28 @@ async def _stage(member: Member, announced: WeightRound, open_source: OpenSource
     deadline_s, setting = min(
         (settings.round_timeout_s, "round_timeout_s"), (settings.stage_timeout_s, "stage_timeout_s"), key=lambda pair: pair[0]
     )
-    nonce = secrets.token_hex(8)
+
+    async def stage_from(source: Source) -> None:
+        nonce = secrets.token_hex(8)
+        await member.client.collective_rpc(
+            "headrace_stage",
+            address=source.address,
+            policy_version=announced.policy_version,
+            engine=member.name,
+            nonce=nonce,
+            timeout_s=deadline_s,
+            verify=settings.verify,
+            cohort=source.cohort,
+        )
+        await source.wait_staged(announced, member.name, nonce)
+
     try:
         async with asyncio.timeout(deadline_s):
-            source = await open_source(announced)
-            await member.client.collective_rpc(
-                "headrace_stage",
-                address=source.address,
-                policy_version=announced.policy_version,
-                engine=member.name,
-                nonce=nonce,
-                timeout_s=deadline_s,
-                verify=settings.verify,
-                cohort=source.cohort,
-            )
-            await source.wait_staged(announced, member.name, nonce)
+            try:
+                await stage_from(await open_source(announced))
+            except WeightCacheLost as error:
+                log.warning("an engine stages once more", engine=member.name, why=str(error))
+                await stage_from(await open_source(announced))
     except TimeoutError as error:
         raise EngineUnavailable(
             f"version {announced.policy_version} was not staged on {member.name} within weight_sync.{setting}={deadline_s:g} s"

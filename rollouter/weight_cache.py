@@ -1,7 +1,8 @@
 """The weight cache of this host, as its rollouter sees it: a child process that stages each version once for all engines here.
 
-Invariant: whoever waits for something of the cache hears how it ended, also when the process dies: it is started again, and
-stages the newest announced version anew. What it cannot do, an engine does by itself, from the trainer.
+Invariant: whoever waits for something of the cache hears how it ended, also when the process dies or answers no more, which is
+its death: it is started again, and stages the newest announced version anew. What it cannot do, an engine does by itself, from
+the trainer; so does every engine from the moment in which the cache missed a deadline until it has staged a version.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import sys
 import time
 from collections import OrderedDict
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +24,20 @@ from configs.schema import WeightSyncSettings
 from rollouter.engine_member import Held
 from rollouter.errors import WeightCacheLost
 from sample_bus.messages import WeightRound
-from weight_sync.cache_link import Event, NotTaken, Open, Ready, Stage, Staged, StagingFailed, Taken, decode_event, encode
+from weight_sync.cache_link import (
+    Event,
+    NotTaken,
+    Open,
+    Ping,
+    Pong,
+    Ready,
+    Stage,
+    Staged,
+    StagingFailed,
+    Taken,
+    decode_event,
+    encode,
+)
 from weight_sync.errors import ProtocolError
 
 log = structlog.get_logger()
@@ -34,6 +49,8 @@ _MAX_LINE_BYTES = 1 << 20
 _FIRST_PAUSE_S = 0.5
 _LONGEST_PAUSE_S = 30.0
 _END_S = 5.0
+_READY_S = 60.0
+"""A process that has not said where it serves by then is stuck, unless staging may take longer still."""
 
 
 class WeightCache:
@@ -54,6 +71,14 @@ class WeightCache:
         """By version: the nonce, and how it ends. The newest comes last."""
         self._takings: OrderedDict[str, asyncio.Future[None]] = OrderedDict()
         """By an engine's nonce."""
+        self._pong: asyncio.Future[None] | None = None
+        self._ping = ""
+        """The nonce of the one that was sent last."""
+        self._is_trusted = True
+        """False from a missed deadline on, until it has staged a version."""
+        self._stage_s = min(settings.stage_timeout_s, settings.round_timeout_s)
+        self._answer_s = min(settings.connect_timeout_s, self._stage_s / 4)
+        """Leaves engines time to stage from the trainer."""
         self.num_restarts = 0
 
     @property
@@ -89,7 +114,10 @@ class WeightCache:
         pause_s = _FIRST_PAUSE_S
         while True:
             began = time.monotonic()
-            why = await self._serve()
+            try:
+                why = await self._serve()
+            except OSError as error:  # no process can be started at the moment
+                why = str(error)
             self._forget(f"the weight cache ended: {why}")
             self.num_restarts += 1
             if time.monotonic() - began > _LONGEST_PAUSE_S:
@@ -110,8 +138,7 @@ class WeightCache:
                     await process.wait()
             except TimeoutError:
                 log.warning("weight cache did not end in time, killing it", pid=process.pid, waited_s=_END_S)
-                process.kill()
-                await process.wait()
+                await _kill(process)
         if self._socket_dir.is_dir():
             for left in self._socket_dir.iterdir():
                 left.unlink()
@@ -129,15 +156,31 @@ class WeightCache:
             settings=self._settings,
             serves_others=self.serves_others,
         )
-        self._send(opening)
+        due = asyncio.get_running_loop().call_later(max(self._stage_s, _READY_S), self._look_ready, process)
         try:
+            self._send(opening)
             while line := await process.stdout.readline():
                 self._take(decode_event(line))
-        except (ProtocolError, ValueError) as error:
-            process.kill()
-            await process.wait()
+        except (ProtocolError, ValueError, WeightCacheLost) as error:
+            await _kill(process)
             return str(error)
+        finally:
+            due.cancel()
         return f"status {await process.wait()}"
+
+    def _look_ready(self, process: asyncio.subprocess.Process) -> None:
+        if self._process is process and not self._address().done():
+            self._miss(f"it was not ready within {max(self._stage_s, _READY_S):g} s")
+
+    def _miss(self, why: str) -> None:
+        """It answers no more: whoever waits hears so now, and the process is ended, upon which `run` starts it again."""
+        process = self._process
+        log.warning("weight cache is killed", pid=self.pid, why=why)
+        self._is_trusted = False
+        self._forget(f"the weight cache was killed: {why}")
+        if process is not None:
+            with suppress(ProcessLookupError):
+                process.kill()
 
     def _forget(self, why: str) -> None:
         """Nothing of the process that ran counts any more."""
@@ -147,6 +190,8 @@ class WeightCache:
         lost: list[asyncio.Future[Any]] = [opening, *(ended for _, ended in self._stagings.values()), *self._takings.values()]
         self._stagings.clear()
         self._takings.clear()
+        if self._pong is not None:
+            lost.append(self._pong)
         _settle(lost, WeightCacheLost(why))
 
     def _address(self) -> asyncio.Future[Ready]:
@@ -159,13 +204,41 @@ class WeightCache:
     async def hold(self, announced: WeightRound, *, is_local: bool = True) -> str:
         """Returns, once the cache holds the version, where engines of this host, or of others, stage it from.
 
-        Raises WeightCacheLost with the reason if it does not; the caller sets the deadline.
+        Raises WeightCacheLost with the reason if it does not, or misses a deadline.
         """
         if self._newest is None or self._newest.announced_at <= announced.announced_at:
             self._newest = announced
-        ready = await asyncio.shield(self._address())
-        await asyncio.shield(self._staging_of(announced))
+        if not self._is_trusted and not self._holds(announced):
+            raise WeightCacheLost("the weight cache missed a deadline and has not staged a version since")
+        opening = self._address()
+        await asyncio.wait((opening,), timeout=self._stage_s / 2)
+        if not opening.done():
+            raise WeightCacheLost(f"the weight cache was not ready within {self._stage_s / 2:g} s")
+        ready = opening.result()
+        await self._until(self._staging_of(announced))
         return ready.address if is_local else ready.tcp_address
+
+    def _holds(self, announced: WeightRound) -> bool:
+        known = self._stagings.get(Held.of(announced))
+        return known is not None and known[1].done() and known[1].exception() is None
+
+    async def _until(self, ended: asyncio.Future[None]) -> None:
+        """As `ended` ends; meanwhile the process is asked now and then whether it still lives. Raises WeightCacheLost."""
+        while not ended.done():
+            pong = self._asked()
+            await asyncio.wait((ended, pong), timeout=self._answer_s, return_when=asyncio.FIRST_COMPLETED)
+            if not ended.done() and not pong.done():
+                self._miss(f"no answer within {self._answer_s:g} s")
+            await asyncio.wait((ended,), timeout=self._answer_s)
+        await ended
+
+    def _asked(self) -> asyncio.Future[None]:
+        """The answer to a ping: to one that is under way, or a new one. Raises WeightCacheLost."""
+        if self._pong is None or self._pong.done():
+            self._ping = secrets.token_hex(8)
+            self._send(Ping(nonce=self._ping))
+            self._pong = asyncio.get_running_loop().create_future()
+        return self._pong
 
     def _staging_of(self, announced: WeightRound) -> asyncio.Future[None]:
         wanted = Held.of(announced)
@@ -179,17 +252,26 @@ class WeightCache:
                 address=announced.address,
                 policy_version=announced.policy_version,
                 manifest_digest=announced.manifest_digest,
-                timeout_s=min(self._settings.stage_timeout_s, self._settings.round_timeout_s),
+                timeout_s=self._stage_s,
             )
         )
-        ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        loop = asyncio.get_running_loop()
+        ended: asyncio.Future[None] = loop.create_future()
+        due = loop.call_later(self._stage_s + self._answer_s, self._look_staged, wanted.policy_version, ended)
+        ended.add_done_callback(lambda _: due.cancel())
         self._stagings[wanted] = (nonce, ended)
         self._stagings.move_to_end(wanted)
         return ended
 
+    def _look_staged(self, policy_version: int, ended: asyncio.Future[None]) -> None:
+        """It says by itself, and a little earlier, that a version did not come in time."""
+        if not ended.done():
+            self._miss(f"it did not say within {self._stage_s + self._answer_s:g} s what became of version {policy_version}")
+
     async def wait_staged(self, announced: WeightRound, engine: str, nonce: str) -> None:
-        """Returns once this staging of an engine is complete. Raises WeightCacheLost with the reason if it is not."""
-        await asyncio.shield(self._taking_of(nonce))
+        """Returns once this staging of an engine is complete. Raises WeightCacheLost with the reason if it is not; the caller
+        sets the deadline for the engine."""
+        await self._until(self._taking_of(nonce))
 
     def _taking_of(self, nonce: str) -> asyncio.Future[None]:
         if nonce not in self._takings:
@@ -198,7 +280,7 @@ class WeightCache:
                 self._takings.popitem(last=False)[1].cancel()
         return self._takings[nonce]
 
-    def _send(self, command: Open | Stage) -> None:
+    def _send(self, command: Open | Stage | Ping) -> None:
         process = self._process
         if process is None or process.stdin is None or process.stdin.is_closing():
             raise WeightCacheLost("the weight cache is not running")
@@ -215,7 +297,11 @@ class WeightCache:
                 opening.set_result(event)
                 if self._newest is not None:
                     self._staging_of(self._newest)
+            case Pong():
+                if self._pong is not None and event.nonce == self._ping:
+                    _settle([self._pong], None)
             case Staged():
+                self._is_trusted = True
                 log.info(
                     "weights staged on this host",
                     policy_version=event.policy_version,
@@ -237,6 +323,16 @@ class WeightCache:
         held = [wanted for wanted, (_, ended) in self._stagings.items() if ended.done() and ended.exception() is None]
         for wanted in held[:-2]:
             del self._stagings[wanted]
+
+
+async def _kill(process: asyncio.subprocess.Process) -> None:
+    with suppress(ProcessLookupError):
+        process.kill()
+    try:
+        async with asyncio.timeout(_END_S):
+            await process.wait()
+    except TimeoutError:
+        log.error("weight cache was killed and does not end", pid=process.pid, waited_s=_END_S)
 
 
 def _settle(futures: Iterable[asyncio.Future[Any]], error: Exception | None) -> None:

@@ -46,6 +46,13 @@ class Stage(_Line):
     timeout_s: float = Field(gt=0)
 
 
+class Ping(_Line):
+    """Answered at once by Pong with the same nonce, whatever is being staged."""
+
+    kind: Literal["ping"] = "ping"
+    nonce: str
+
+
 # ── from the cache ───────────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -55,6 +62,11 @@ class Ready(_Line):
     """Where engines of this host stage from."""
     tcp_address: str = ""
     """Where those of other hosts do; empty: it does not serve them."""
+
+
+class Pong(_Line):
+    kind: Literal["pong"] = "pong"
+    nonce: str
 
 
 class Staged(_Line):
@@ -93,8 +105,8 @@ class NotTaken(_Line):
     reason: str
 
 
-Command = Open | Stage
-Event = Ready | Staged | StagingFailed | Taken | NotTaken
+Command = Open | Stage | Ping
+Event = Ready | Pong | Staged | StagingFailed | Taken | NotTaken
 
 _COMMANDS: TypeAdapter[Any] = TypeAdapter(Annotated[Command, Field(discriminator="kind")])
 _EVENTS: TypeAdapter[Any] = TypeAdapter(Annotated[Event, Field(discriminator="kind")])

@@ -17,7 +17,7 @@ import torch
 from configs.logs import set_up
 from configs.schema import LoggingSettings
 from weight_sync.cache import HostCache
-from weight_sync.cache_link import Event, Open, Ready, Stage, decode_command, encode
+from weight_sync.cache_link import Event, Open, Ping, Pong, Ready, Stage, decode_command, encode
 from weight_sync.errors import ProtocolError
 
 log = structlog.get_logger()
@@ -61,10 +61,13 @@ def serve(commands: BinaryIO, output: Output) -> None:
     with cache:
         output.write(Ready(address=cache.address, tcp_address=cache.tcp_address))
         for line in commands:
-            command = decode_command(line)
-            if not isinstance(command, Stage):
-                raise ProtocolError(f"got {command.kind}, expected stage")
-            cache.stage(command)
+            match decode_command(line):
+                case Stage() as command:
+                    cache.stage(command)
+                case Ping(nonce=nonce):
+                    output.write(Pong(nonce=nonce))
+                case Open():
+                    raise ProtocolError("got open a second time, expected stage or ping")
 
 
 def main() -> None:

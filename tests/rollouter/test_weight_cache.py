@@ -234,3 +234,84 @@ async def test_engines_of_other_hosts_stage_over_tcp_from_the_cache(tmp_path: Pa
         running.cancel()
         await asyncio.wait((running,))
         await pool.close()
+
+
+IMPATIENT = SETTINGS.model_copy(update={"stage_timeout_s": 8.0, "connect_timeout_s": 2.0})
+
+
+def freeze(cache: WeightCache) -> None:
+    assert cache.pid is not None
+    os.kill(cache.pid, signal.SIGSTOP)
+
+
+async def test_engines_stage_from_the_trainer_in_the_round_in_which_the_cache_freezes(tmp_path: Path) -> None:
+    """It is killed and started again; once it has staged a version, engines stage from it as before."""
+    trainer = Trainer(tmp_path / "t")
+    cache = WeightCache(IMPATIENT, socket_dir=tmp_path / "cache", log_file=tmp_path / "cache.log")
+
+    async def staged(announced: WeightRound, engine: str, nonce: str) -> None:
+        await eventually(lambda: trainer.staged_by.count(engine) == 1)
+
+    async with fleet(tmp_path, cache) as pool:
+        with trainer.server:
+            assert all(result.committed for result in await pool.sync(trainer.publish(1), _not_asked))
+            freeze(cache)
+            results = await pool.sync(trainer.publish(2), staged)
+            assert [result.committed for result in results] == [True, True], results
+            await eventually(lambda: cache.num_restarts == 1 and trainer.staged_by.count("host-cache") == 2)
+            await eventually(lambda: cache._is_trusted)
+            assert all(result.committed for result in await pool.sync(trainer.publish(3), _not_asked))
+
+
+async def test_whoever_waits_for_a_frozen_cache_hears_of_it(tmp_path: Path) -> None:
+    """A version that it is asked for, and a staging of an engine that it is to tell of."""
+    trainer = Trainer(tmp_path / "t")
+    cache = WeightCache(IMPATIENT, socket_dir=tmp_path / "cache", log_file=tmp_path / "cache.log")
+    running = asyncio.create_task(cache.run("float32"))
+    try:
+        with trainer.server:
+            announced = trainer.publish(1)
+            async with asyncio.timeout(WAIT_S):
+                await cache.hold(announced)
+                freeze(cache)
+                with pytest.raises(WeightCacheLost, match="no answer within 2 s"):
+                    await cache.wait_staged(announced, "engine-0", "never")
+                with pytest.raises(WeightCacheLost, match="missed a deadline"):
+                    await cache.hold(trainer.publish(2))
+    finally:
+        running.cancel()
+        await asyncio.wait((running,))
+        await cache.close()
+
+
+async def test_a_cache_that_hangs_before_it_is_ready_does_not_hold_up_a_round(tmp_path: Path) -> None:
+    trainer = Trainer(tmp_path / "t")
+    settings = SETTINGS.model_copy(update={"stage_timeout_s": 4.0})
+    cache = WeightCache(settings, socket_dir=tmp_path / "cache", log_file=tmp_path / "cache.log")
+
+    async def staged(announced: WeightRound, engine: str, nonce: str) -> None:
+        await eventually(lambda: engine in trainer.staged_by)
+
+    await cache.launch()
+    freeze(cache)
+    async with fleet(tmp_path, cache) as pool:
+        with trainer.server:
+            results = await pool.sync(trainer.publish(1), staged)
+            assert [result.committed for result in results] == [True, True], results
+    assert cache.pid is None
+
+
+async def test_a_cache_that_dies_before_it_is_asked_to_serve_is_started_again(tmp_path: Path) -> None:
+    cache = WeightCache(SETTINGS, socket_dir=tmp_path / "cache", log_file=tmp_path / "cache.log")
+    await cache.launch()
+    assert cache.pid is not None
+    os.kill(cache.pid, signal.SIGKILL)
+    running = asyncio.create_task(cache.run("float32"))
+    try:
+        async with asyncio.timeout(WAIT_S):
+            await eventually(lambda: running.done() or cache.num_restarts == 1)
+        assert not running.done()
+    finally:
+        running.cancel()
+        await asyncio.wait((running,))
+        await cache.close()
