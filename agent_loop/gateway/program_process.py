@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import secrets
 import signal
 import sys
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
@@ -25,6 +26,8 @@ _SHOWN_BYTES = 500
 _REST_S = 0.5
 """How long what a program left may hold its output open before it is looked for."""
 _PROXIES = ("NO_PROXY", "no_proxy")
+_MARK_VARIABLE = "HEADRACE_PROGRAM_MARK"
+"""A number drawn for each program: by it everything that it started is known."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,6 +55,7 @@ async def run_program(
     A command `python` is the Python that this process runs on. Cancelled, the program is asked to end by SIGTERM where it has
     `grace_s` for it, and then killed. Raises LoopError when it cannot be started.
     """
+    mark = secrets.token_hex(16)
     async with contextlib.AsyncExitStack() as stack:
         output = errors = None
         if into is None:
@@ -62,7 +66,7 @@ async def run_program(
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=into if output is None else output.end,
                 stderr=asyncio.subprocess.STDOUT if errors is None else errors.end,
-                env={**os.environ, **variables},
+                env={**os.environ, **variables, _MARK_VARIABLE: mark},
                 start_new_session=True,
                 preexec_fn=die_with(os.getpid(), signal.SIGKILL),
             )
@@ -76,7 +80,7 @@ async def run_program(
             await asyncio.to_thread(kill_tree, process.pid, is_reaped=process.returncode is not None)
         if output is None or errors is None:
             return Ended(status=status)
-        kept = [await tail.rest(lambda: _kill_leftovers(variables)) for tail in (output, errors)]
+        kept = [await tail.rest(lambda: _kill_marked(mark)) for tail in (output, errors)]
         return Ended(status=status, output=kept[0], errors=kept[1])
 
 
@@ -99,14 +103,13 @@ async def _ask_to_end(process: asyncio.subprocess.Process, grace_s: float) -> No
             await process.wait()
 
 
-def _kill_leftovers(variables: Mapping[str, str]) -> None:
-    """Kill what went into sessions of its own: it still has the variables that only this program was given."""
-    marks = [f"{name}={value}".encode() for name, value in variables.items() if name not in _PROXIES]
+def _kill_marked(mark: str) -> None:
+    """Kill what went into a session of its own: it still has the variable that only this program was given."""
+    given = f"{_MARK_VARIABLE}={mark}".encode()
     for place in Path("/proc").iterdir():
         if place.name.isdigit():
             with contextlib.suppress(OSError):
-                given = (place / "environ").read_bytes().split(b"\0")
-                if all(mark in given for mark in marks):
+                if given in (place / "environ").read_bytes().split(b"\0"):
                     os.kill(int(place.name), signal.SIGKILL)
 
 
