@@ -1,8 +1,8 @@
 """The code reward: a program against unit tests, each run a limited process of its own.
 
 Invariant: expected outputs of input/output tests never reach the program. Assertions do, for they run in its interpreter: a
-program bent on it can fool those. A program that is too slow or breaks has failed its test; a host that cannot run one is an
-infrastructure failure.
+program bent on it can fool those. A program that is too slow, in one test or in all of them together, or breaks has failed its
+test; a host that cannot run one is an infrastructure failure.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from typing import Any
 
 from agent_loop.errors import BadGroundTruth
 from agent_loop.rewards.limited import run_python
+from agent_loop.rewards.time_left import time_left_s
 
 _FENCED = re.compile(r"```(?:python|py|python3)?[ \t]*\n(.*?)```", re.DOTALL | re.IGNORECASE)
 _FUNCTION_TAIL = """
@@ -74,7 +75,8 @@ def code_tests(
     `{"inputs": ["1 2\\n"], "outputs": ["3\\n"]}`: programs that read standard input and print;
     `{"inputs": [[1, 2]], "outputs": [3], "fn_name": "add"}`: a function, or a method of class `Solution`;
     `{"tests": ["assert add(1, 2) == 3"]}`, or such a list, or the text of a test: statements that must not raise.
-    The first `max_cases` tests count. Each may take `cpu_s` seconds of processor time; the first that takes longer ends it.
+    The first `max_cases` tests count. Each may take `cpu_s` seconds of processor time; the first that takes longer ends it. All
+    together may take 0.8 of `reward.timeout_s`; those that did not come by then have failed (`out_of_time` is 1.0).
     """
     cases = _cases(ground_truth, data_source)[:max_cases]
     fenced = _FENCED.findall(solution_str)
@@ -83,13 +85,18 @@ def code_tests(
         return {"score": 0.0, "tests_passed": 0.0}
     passed = 0
     for case in cases:
-        run = run_python(source + case.source_tail, stdin=case.stdin, cpu_s=cpu_s, memory_bytes=memory_bytes)
+        left_s = time_left_s()
+        if not left_s:
+            break
+        limits = {"cpu_s": cpu_s, "wall_s": left_s}
+        run = run_python(source + case.source_tail, stdin=case.stdin, memory_bytes=memory_bytes, **limits)
         fits = run.status == 0 and not run.timed_out and _fits(case, run.output)
         passed += fits
         if run.timed_out or (not fits and not partial):
             break
     share = passed / len(cases)
-    return {"score": share if partial else float(passed == len(cases)), "tests_passed": share}
+    score = {"score": share if partial else float(passed == len(cases)), "tests_passed": share}
+    return score if passed == len(cases) or time_left_s() else score | {"out_of_time": 1.0}
 
 
 code_tests.self_test = (  # type: ignore[attr-defined]

@@ -64,15 +64,23 @@ class Start:
     functions: tuple[FunctionSpec, ...]
     sys_path: tuple[str, ...]
     max_memory_bytes: int | None
+    timeout_s: float
+    """After which a call is given up."""
 
     def encode(self) -> bytes:
         functions = [[spec.path, dict(spec.arguments)] for spec in self.functions]
-        return frame({"functions": functions, "sys_path": list(self.sys_path), "memory": self.max_memory_bytes})
+        told = {"sys_path": list(self.sys_path), "memory": self.max_memory_bytes, "timeout_s": self.timeout_s}
+        return frame({"functions": functions, **told})
 
     @staticmethod
     def decode(value: Any) -> Start:
         functions = tuple(FunctionSpec(path=path, arguments=arguments) for path, arguments in value["functions"])
-        return Start(functions=functions, sys_path=tuple(value["sys_path"]), max_memory_bytes=value["memory"])
+        return Start(
+            functions=functions,
+            sys_path=tuple(value["sys_path"]),
+            max_memory_bytes=value["memory"],
+            timeout_s=float(value["timeout_s"]),
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

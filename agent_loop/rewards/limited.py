@@ -7,6 +7,7 @@ It runs as this user and sees the host's files and network: it is kept from exha
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import selectors
 import signal
@@ -52,17 +53,21 @@ class Run:
     """It used up its processor time, or its deadline."""
 
 
-def run_python(source: str, *, stdin: str = "", cpu_s: float, memory_bytes: int) -> Run:
-    """Run `source` as a program in an empty directory. Raises RewardUnavailable if it cannot be started."""
+def run_python(source: str, *, stdin: str = "", cpu_s: float, memory_bytes: int, wall_s: float = math.inf) -> Run:
+    """Run `source` as a program in an empty directory, for `wall_s` seconds at most by the clock on the wall.
+
+    Raises RewardUnavailable if it cannot be started.
+    """
     with tempfile.TemporaryDirectory(prefix="headrace-reward-", ignore_cleanup_errors=True) as directory:
         path = os.path.join(directory, "program.py")
         with open(path, "w", encoding="utf-8", errors="replace") as file:  # noqa: PTH123 - one plain name
             file.write(source)
         limits = (str(memory_bytes), str(max(1, int(cpu_s + 0.999))), str(_MAX_FILE_BYTES), path)
-        return _run((sys.executable, "-I", "-c", _BOOT, *limits), stdin.encode("utf-8", "replace"), directory, cpu_s)
+        wall_s = min(wall_s, _WALL * cpu_s)
+        return _run((sys.executable, "-I", "-c", _BOOT, *limits), stdin.encode("utf-8", "replace"), directory, wall_s)
 
 
-def _run(command: Sequence[str], stdin: bytes, directory: str, cpu_s: float) -> Run:
+def _run(command: Sequence[str], stdin: bytes, directory: str, wall_s: float) -> Run:
     environment = {"PATH": os.defpath, "HOME": directory, "TMPDIR": directory, "OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0"}
     try:
         process = subprocess.Popen(
@@ -78,7 +83,7 @@ def _run(command: Sequence[str], stdin: bytes, directory: str, cpu_s: float) -> 
         raise RewardUnavailable(f"a program to be scored cannot be started: {error.strerror or error}") from error
     with process:
         try:
-            output, errors, in_time = _exchange(process, stdin, time.monotonic() + _WALL * cpu_s)
+            output, errors, in_time = _exchange(process, stdin, time.monotonic() + wall_s)
         finally:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(process.pid, signal.SIGKILL)

@@ -355,7 +355,12 @@ async def _begin(specs: Sequence[FunctionSpec], settings: RewardSettings) -> _Li
 
 
 def _start(specs: Sequence[FunctionSpec], settings: RewardSettings) -> Start:
-    return Start(functions=tuple(specs), sys_path=tuple(sys.path), max_memory_bytes=settings.max_memory_bytes)
+    return Start(
+        functions=tuple(specs),
+        sys_path=tuple(sys.path),
+        max_memory_bytes=settings.max_memory_bytes,
+        timeout_s=settings.timeout_s,
+    )
 
 
 def _environment() -> dict[str, str]:

@@ -24,6 +24,7 @@ from agent_loop.errors import BadGroundTruth, RewardError, RewardUnavailable, Un
 from agent_loop.rewards.frames import PREFIX_BYTES, Answer, Outcome, OutcomeKind, Ready, Reply, Request, Start, parse
 from agent_loop.rewards.loading import Form, Reward, checked_batch, is_iterable, load_reward
 from agent_loop.rewards.score import score_of
+from agent_loop.rewards.time_left import limited_to
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
@@ -74,7 +75,7 @@ def main() -> None:
     if any(reward.form is Form.ASYNC for reward in rewards):
         _run(lambda: _serve_concurrently(rewards, incoming, outgoing, start.max_memory_bytes))
     else:
-        _serve(rewards, incoming, outgoing, start.max_memory_bytes)
+        _serve(rewards, incoming, outgoing, start)
 
 
 def self_test(reward: Reward) -> None:
@@ -161,16 +162,17 @@ def _place(error: BaseException) -> str:
     return f", {Path(frames[-1].filename).name}:{frames[-1].lineno} in {frames[-1].name}" if frames else ""
 
 
-def _serve(rewards: Sequence[Reward], incoming: BinaryIO, outgoing: BinaryIO, max_memory_bytes: int | None) -> None:
+def _serve(rewards: Sequence[Reward], incoming: BinaryIO, outgoing: BinaryIO, start: Start) -> None:
     own = os.getpid()
     while True:
         value = _read(incoming)
         request = Request.decode(value)
         if not request.replies:
             continue
-        outcomes = call(rewards[request.function], request.replies)
+        with limited_to(start.timeout_s):
+            outcomes = call(rewards[request.function], request.replies)
         _end_if_forked(own)
-        retire = _is_to_be_replaced(max_memory_bytes)
+        retire = _is_to_be_replaced(start.max_memory_bytes)
         _write(outgoing, Answer(number=request.number, outcomes=tuple(outcomes), retire=retire).encode())
 
 

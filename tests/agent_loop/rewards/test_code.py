@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from typing import Any
 
@@ -10,6 +11,9 @@ import pytest
 from agent_loop.errors import BadGroundTruth
 from agent_loop.rewards import code_tests
 from agent_loop.rewards.limited import MAX_OUTPUT_BYTES, run_python
+from agent_loop.rewards.time_left import limited_to
+from agent_loop.rewards.weighted import Part, Weighted
+from configs.schema import RewardSettings
 
 
 def score(program: str, truth: Any, **arguments: Any) -> float:
@@ -62,6 +66,33 @@ def test_a_program_that_does_not_end_fails_its_test_and_ends(program: str) -> No
     before = time.monotonic()
     assert score(program, {"inputs": [""] * 20, "outputs": ["3"] * 20}, partial=True, cpu_s=0.5) == 0.0
     assert time.monotonic() - before < 30
+
+
+def test_tests_that_are_too_slow_together_have_failed_and_those_that_came_in_time_count() -> None:
+    """Each within its own limits."""
+    truth = {"inputs": [""] * 1000, "outputs": ["3"] * 1000}
+    with limited_to(3.0):
+        found = code_tests("code", "```\nimport time; time.sleep(0.2); print(3)\n```", truth, partial=True, max_cases=1000)
+    assert found["out_of_time"] == 1.0
+    assert found["score"] == found["tests_passed"] < 1.0
+    with limited_to(1.0):
+        assert code_tests("code", "```\nimport time; time.sleep(600)\n```", truth, cpu_s=1000) == {
+            "score": 0.0,
+            "tests_passed": 0.0,
+            "out_of_time": 1.0,
+        }
+
+
+async def test_a_program_that_uses_up_the_rewards_time_scores_nothing_and_is_no_timeout() -> None:
+    """A timeout would be tried again, and the group go without a wrong answer."""
+    part = Part(function="agent_loop.rewards:code_tests", arguments={"cpu_s": 1000})
+    opened = await asyncio.to_thread(Weighted.open, {"": part}, RewardSettings(max_attempts=1, timeout_s=10.0, num_processes=1))
+    async with asyncio.timeout(120), opened.running():
+        reply = "```python\nimport time; time.sleep(600)\n```"
+        found = await opened.score(
+            data_source="t", solution_str=reply, ground_truth={"inputs": ["1"], "outputs": ["1"]}, extra_info={}
+        )
+    assert (found.value, found.parts["out_of_time"]) == (0.0, 1.0)
 
 
 def test_output_memory_and_files_are_bounded() -> None:
