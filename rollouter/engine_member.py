@@ -130,12 +130,13 @@ class Member:
         if self._in_flight == 0:
             self.idle.set()
 
-    async def num_workers(self) -> int:
-        """How many processes hold the model, each of which stages for itself; 0 if the engine does not say."""
+    async def num_workers(self, *, timeout_s: float) -> int:
+        """How many processes hold the model, each of which stages for itself; 0 if the engine does not say in time."""
         if self._num_workers is None:
             try:
-                self._num_workers = len(await self.client.collective_rpc("headrace_status"))
-            except AgentLoopError as error:
+                async with asyncio.timeout(timeout_s):
+                    self._num_workers = len(await self.client.collective_rpc("headrace_status"))
+            except (AgentLoopError, TimeoutError) as error:
                 log.warning("engine does not say how many workers it has", engine=self.name, why=str(error))
                 return 0
         return self._num_workers

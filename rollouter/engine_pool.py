@@ -373,7 +373,8 @@ class EnginePool:
         if self._cache is not None or not announced.address.startswith("collective:"):
             return 1
         wanting = [member for member in members if member.held != Held.of(announced)]
-        return max(1, sum(await asyncio.gather(*(member.num_workers() for member in wanting))))
+        timeout_s = self._weight_sync.connect_timeout_s
+        return max(1, sum(await asyncio.gather(*(member.num_workers(timeout_s=timeout_s) for member in wanting))))
 
     async def _bring(
         self,

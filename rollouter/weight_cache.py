@@ -208,8 +208,11 @@ class WeightCache:
         """
         if self._newest is None or self._newest.announced_at <= announced.announced_at:
             self._newest = announced
-        if not self._is_trusted and not self._holds(announced):
-            raise WeightCacheLost("the weight cache missed a deadline and has not staged a version since")
+        if not self._holds(announced):
+            if not self._is_trusted:
+                raise WeightCacheLost("the weight cache missed a deadline and has not staged a version since")
+            if announced.announced_at < self._newest.announced_at:  # it stages one at a time
+                raise WeightCacheLost(f"the weight cache stages version {self._newest.policy_version} by now")
         opening = self._address()
         await asyncio.wait((opening,), timeout=self._stage_s / 2)
         if not opening.done():

@@ -131,6 +131,20 @@ async def test_a_version_that_cannot_be_had_is_refused_with_the_reason(tmp_path:
             await cache.hold(again.publish(1))
 
 
+async def test_an_older_version_does_not_take_the_place_of_the_newest(tmp_path: Path) -> None:
+    """An engine that still tries to catch up with it would end the staging that all others wait for."""
+    trainer = Trainer(tmp_path / "t")
+    async with cached(tmp_path) as cache:
+        with trainer.server:
+            older, newest = trainer.publish(1), trainer.publish(2)
+            waiting = asyncio.create_task(cache.hold(newest))
+            await asyncio.sleep(0)
+            with pytest.raises(WeightCacheLost, match="stages version 2 by now"):
+                await cache.hold(older)
+            await waiting
+            assert trainer.staged_by == ["host-cache"]
+
+
 @asynccontextmanager
 async def fleet(tmp_path: Path, cache: WeightCache | None, *, num_engines: int = 2) -> AsyncIterator[EnginePool]:
     """A pool over stand-ins that really stage from the address that they are told."""
