@@ -7,7 +7,9 @@ arguments, or `Malformed` with words that the model can act on. Text without a c
 from __future__ import annotations
 
 import ast
+import itertools
 import json
+import math
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -16,6 +18,13 @@ from typing import Any
 
 MAX_CALL_CHARACTERS = 1 << 20
 """A longer call is malformed."""
+MAX_CALLS = 256
+"""Of one reply; what stands behind them is one malformed call."""
+_MAX_EXPRESSION_CHARACTERS = 16_384
+"""Of a pythonic reply without its strings: Python's parser takes its time, and its callers wait for it."""
+_STRING = re.compile(r""""(?:[^"\\]|\\.)*+(?:"|\\?\Z)|\'(?:[^\'\\]|\\.)*+(?:\'|\\?\Z)""", re.DOTALL)
+_SPACE = re.compile(r"\s*")
+_UNREADABLE = (ValueError, RecursionError)
 _QUOTED = 200
 
 
@@ -72,7 +81,11 @@ def read_calls(text: str, tool_format: ToolFormat) -> list[Call | Malformed]:
     """The calls of one complete reply, in order."""
     if len(text) > MAX_CALL_CHARACTERS:
         return [Malformed(why=f"got a reply of {len(text)} characters, expected at most {MAX_CALL_CHARACTERS}")]
-    return list(_READERS[tool_format](text))
+    calls = _READERS[tool_format](text)
+    found = list(itertools.islice(calls, MAX_CALLS))
+    if len(found) == MAX_CALLS and next(calls, None) is not None:
+        found.append(Malformed(why=f"got more than {MAX_CALLS} calls in one reply"))
+    return found
 
 
 def _hermes(text: str) -> Iterator[Call | Malformed]:
@@ -84,19 +97,21 @@ def _llama3(text: str) -> Iterator[Call | Malformed]:
     stripped = re.sub(r"(<\|eot_id\|>|<\|eom_id\|>)$", "", stripped).strip()
     if not stripped.startswith("{") or '"name"' not in stripped:
         return
-    decoder, at = json.JSONDecoder(parse_constant=_refuse_constant), 0
+    decoder, at = json.JSONDecoder(parse_constant=_refuse_constant, parse_float=_finite), 0
     while at < len(stripped):
         try:
             value, at = decoder.raw_decode(stripped, at)
-        except (ValueError, RecursionError) as error:
-            yield Malformed(why=f"got {_quoted(stripped[at:])}, which is not JSON: {_words(error)}")
+            value = _whole(value, stripped)
+        except _UNREADABLE as error:
+            yield Malformed(why=f"got {_quoted(stripped[at : at + 2 * _QUOTED])}, which is not JSON: {_words(error)}")
             return
         yield _from_value(value, "parameters")
-        rest = stripped[at:].lstrip()
-        if rest and not rest.startswith((";", "{")):
+        at = _behind_space(stripped, at)
+        if at < len(stripped) and stripped[at] not in ";{":
+            rest = stripped[at : at + 2 * _QUOTED]
             yield Malformed(why=f"got {_quoted(rest)} behind a call, expected nothing or `;` and another call")
             return
-        at = len(stripped) - len(rest.removeprefix(";").lstrip())
+        at = _behind_space(stripped, at + (stripped[at : at + 1] == ";"))
 
 
 def _mistral(text: str) -> Iterator[Call | Malformed]:
@@ -107,7 +122,7 @@ def _mistral(text: str) -> Iterator[Call | Malformed]:
     if rest.startswith("["):
         try:
             calls = _loads(rest)
-        except (ValueError, RecursionError) as error:
+        except _UNREADABLE as error:
             yield Malformed(why=f"got {_quoted(rest)}, which is not JSON: {_words(error)}")
             return
         yield from (_from_value(value, "arguments") for value in calls)
@@ -133,7 +148,7 @@ def _deepseek(text: str) -> Iterator[Call | Malformed]:
         if not separator:  # the newer form: name<｜tool▁sep｜>{…} is told from it by the missing kind
             yield Malformed(why=f"got {_quoted(part)}, expected a name behind <｜tool▁sep｜>")
         elif head.strip() == "function":
-            body = re.sub(r"^\s*```(?:json)?\s*|\s*```\s*$", "", body)
+            body = body.strip().removeprefix("```").removeprefix("json").removesuffix("```")
             yield _named(name.strip(), body, shape="a name and a fenced block of JSON")
         else:
             yield _named(head.strip(), rest, shape="a name, <｜tool▁sep｜> and an object")
@@ -145,25 +160,58 @@ def _pythonic(text: str) -> Iterator[Call | Malformed]:
     stripped = stripped.removesuffix("<|python_end|>").strip()
     if not re.match(r"\[\s*[A-Za-z_][\w.]*\s*\(", stripped):
         return
+    source = re.sub(r"\r\n?", "\n", stripped)
+    if len(_STRING.sub("", source)) > _MAX_EXPRESSION_CHARACTERS:
+        limit = f"at most {_MAX_EXPRESSION_CHARACTERS} characters beside strings"
+        yield Malformed(why=f"got {_quoted(source)}, expected {limit}")
+        return
     try:
-        tree = ast.parse(stripped, mode="eval").body
-    except (SyntaxError, ValueError, MemoryError, RecursionError) as error:
-        yield Malformed(why=f"got {_quoted(stripped)}, which is no list of calls: {_words(error)}")
+        tree = ast.parse(source, mode="eval").body
+    except _NOT_PYTHON as error:
+        yield Malformed(why=f"got {_quoted(source)}, which is no list of calls: {_words(error)}")
         return
     if not isinstance(tree, ast.List):
-        yield Malformed(why=f"got {_quoted(stripped)}, expected `[name(key=value)]`")
+        yield Malformed(why=f"got {_quoted(source)}, expected `[name(key=value)]`")
         return
+    lines = _Lines(source)
     for node in tree.elts:
-        if not isinstance(node, ast.Call) or node.args or any(keyword.arg is None for keyword in node.keywords):
-            yield Malformed(why=f"got {_quoted(ast.unparse(node))}, expected `name(key=value)`")
+        name = _dotted(node.func) if isinstance(node, ast.Call) else None
+        if not isinstance(node, ast.Call) or name is None or node.args or any(one.arg is None for one in node.keywords):
+            yield Malformed(why=f"got {lines.quoted(node)}, expected `name(key=value)`")
             continue
         try:
-            arguments = {str(keyword.arg): ast.literal_eval(_Constants().visit(keyword.value)) for keyword in node.keywords}
-            arguments = json.loads(json.dumps(arguments, allow_nan=False))
-        except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
-            yield Malformed(why=f"got {_quoted(ast.unparse(node))}, expected plain values as arguments")
+            arguments = {str(one.arg): ast.literal_eval(_Constants().visit(one.value)) for one in node.keywords}
+            arguments = _loads(json.dumps(arguments, allow_nan=False))
+        except (*_NOT_PYTHON, TypeError):
+            yield Malformed(why=f"got {lines.quoted(node)}, expected plain values as arguments")
             continue
-        yield Call(name=ast.unparse(node.func), arguments=arguments)
+        yield Call(name=name, arguments=arguments)
+
+
+_NOT_PYTHON = (SyntaxError, ValueError, MemoryError, RecursionError, SystemError)
+"""What Python's parser raises; SystemError where it runs out of depth."""
+
+
+def _dotted(node: ast.expr) -> str | None:
+    """`a.b.c` as text; None: it is no name."""
+    parts: list[str] = []
+    while isinstance(node, ast.Attribute):
+        parts.append(node.attr)
+        node = node.value
+    return ".".join([node.id, *reversed(parts)]) if isinstance(node, ast.Name) else None
+
+
+class _Lines:
+    """Where the nodes of a source stand in it."""
+
+    def __init__(self, source: str) -> None:
+        self._data = source.encode()
+        self._starts = [0, *(match.end() for match in re.finditer(rb"\n", self._data))]
+
+    def quoted(self, node: ast.expr) -> str:
+        start = self._starts[node.lineno - 1] + node.col_offset
+        end = self._starts[(node.end_lineno or node.lineno) - 1] + (node.end_col_offset or 0)
+        return _quoted(self._data[start : min(end, start + 8 * _QUOTED)].decode(errors="ignore"))
 
 
 class _Constants(ast.NodeTransformer):
@@ -186,17 +234,18 @@ _READERS: Mapping[ToolFormat, Callable[[str], Iterator[Call | Malformed]]] = {
 
 def _between(text: str, begin: str, end: str) -> Iterator[str | Malformed]:
     """What stands between the signs; a missing end is malformed."""
-    rest = text
-    while begin in rest:
-        part, closed, after = rest.split(begin, 1)[1].partition(end)
-        if not closed:
+    at = text.find(begin)
+    while at >= 0:
+        start = at + len(begin)
+        stop = text.find(end, start)
+        if stop < 0:
             yield Malformed(why=f"got {begin} without {end}")
             return
-        if begin in part:
+        if text.find(begin, start, stop) >= 0:
             yield Malformed(why=f"got {begin} twice before {end}")
         else:
-            yield part
-        rest = after
+            yield text[start:stop]
+        at = text.find(begin, stop + len(end))
 
 
 def _from_json(text: str | Malformed, key: str) -> Call | Malformed:
@@ -204,7 +253,7 @@ def _from_json(text: str | Malformed, key: str) -> Call | Malformed:
         return text
     try:
         value = _loads(text)
-    except (ValueError, RecursionError) as error:
+    except _UNREADABLE as error:
         return Malformed(why=f"got {_quoted(text.strip())}, which is not JSON: {_words(error)}")
     return _from_value(value, key)
 
@@ -214,7 +263,7 @@ def _named(name: str, body: str, *, shape: str) -> Call | Malformed:
         return Malformed(why=f"got a call without a name, expected {shape}")
     try:
         arguments = _loads(body)
-    except (ValueError, RecursionError) as error:
+    except _UNREADABLE as error:
         return Malformed(why=f"got {_quoted(body.strip())} as arguments of {name}, which is not JSON: {_words(error)}")
     return _from_value({"name": name, "arguments": arguments}, "arguments")
 
@@ -222,28 +271,63 @@ def _named(name: str, body: str, *, shape: str) -> Call | Malformed:
 def _from_value(value: Any, key: str) -> Call | Malformed:
     """`key` is where the arguments are expected; the other spelling is taken too."""
     if not isinstance(value, dict):
-        return Malformed(why=f"got {_quoted(json.dumps(value))}, expected an object with `name` and `{key}`")
+        return Malformed(why=f"got {_shown(value)}, expected an object with `name` and `{key}`")
     name = value.get("name")
     if not isinstance(name, str) or not name:
-        return Malformed(why=f"got {_quoted(json.dumps(value))}, expected `name` with the name of a tool")
+        return Malformed(why=f"got {_shown(value)}, expected `name` with the name of a tool")
     other = "parameters" if key == "arguments" else "arguments"
     arguments = value.get(key, value.get(other, {}))
     if isinstance(arguments, str):  # an object written as text, as OpenAI's interface has it
         try:
             arguments = _loads(arguments)
-        except (ValueError, RecursionError) as error:
+        except _UNREADABLE as error:
             return Malformed(why=f"got {_quoted(arguments)} as {key} of {name}, which is not JSON: {_words(error)}")
     if not isinstance(arguments, dict):
-        return Malformed(why=f"got {_quoted(json.dumps(arguments))} as {key} of {name}, expected an object")
+        return Malformed(why=f"got {_shown(arguments)} as {key} of {name}, expected an object")
     return Call(name=name, arguments=arguments)
 
 
 def _loads(text: str) -> Any:
-    return json.loads(text, parse_constant=_refuse_constant)
+    return _whole(json.loads(text, parse_constant=_refuse_constant, parse_float=_finite), text)
 
 
 def _refuse_constant(name: str) -> Any:
     raise ValueError(f"{name} is no number")
+
+
+def _finite(digits: str) -> float:
+    value = float(digits)
+    if not math.isfinite(value):
+        raise ValueError(f"{digits[:_QUOTED]} is too large")
+    return value
+
+
+def _whole(value: Any, text: str) -> Any:
+    """`value`, read from `text`, with half surrogates, which no text can be made of, replaced."""
+    return _replaced(value) if "\\u" in text else value
+
+
+def _replaced(value: Any) -> Any:
+    match value:
+        case str():
+            return value.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+        case dict():
+            return {_replaced(key): _replaced(one) for key, one in value.items()}
+        case list():
+            return [_replaced(one) for one in value]
+    return value
+
+
+def _behind_space(text: str, at: int) -> int:
+    match = _SPACE.match(text, at)
+    return at if match is None else match.end()
+
+
+def _shown(value: Any) -> str:
+    try:
+        return _quoted(json.dumps(value))
+    except _UNREADABLE:
+        return f"a deep {type(value).__name__}"
 
 
 def _quoted(text: str) -> str:

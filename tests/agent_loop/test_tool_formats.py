@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agent_loop.tool_formats import MAX_CALL_CHARACTERS, Call, Malformed, ToolFormat, format_of_template, read_calls
+from agent_loop.tool_formats import MAX_CALL_CHARACTERS, MAX_CALLS, Call, Malformed, ToolFormat, format_of_template, read_calls
 from tests.agent_loop.chat_models import FAMILIES
 
 F = ToolFormat
@@ -169,3 +169,66 @@ def test_the_format_is_the_templates() -> None:
     assert format_of_template(FAMILIES["llama3"].template) is F.LLAMA3
     assert format_of_template("… <｜tool▁calls▁begin｜> …") is F.DEEPSEEK
     assert format_of_template("… [TOOL_CALLS] …") is F.MISTRAL
+
+
+_DEGENERATE = {
+    "empty calls": (F.HERMES, "<tool_call></tool_call>" * 16_000),
+    "calls in calls": (F.HERMES, "<tool_call>" * 60_000),
+    "blanks": (F.DEEPSEEK, "<｜tool▁call▁begin｜>function<｜tool▁sep｜>f\n" + " " * 60_000 + "x<｜tool▁call▁end｜>"),
+    "nothing": (F.DEEPSEEK, "<｜tool▁call▁begin｜><｜tool▁call▁end｜>" * 16_000),
+    "objects": (F.LLAMA3, '{"name":"a"};' * 30_000),
+    "signs": (F.MISTRAL, "[TOOL_CALLS]" * 30_000),
+    "many": (F.PYTHONIC, "[a()" + ",a()" * 30_000 + "]"),
+    "no end": (F.PYTHONIC, "[a(" + " " * 200_000),
+    "a sum": (F.PYTHONIC, "[a(b=" + "1+" * 60_000 + "1)]"),
+    "quotes": (F.PYTHONIC, "[a(b=" + "'\\" * 150_000 + ")]"),
+}
+
+
+@pytest.mark.parametrize("name", _DEGENERATE)
+def test_a_degenerate_reply_is_read_in_time_that_grows_with_its_length_alone(name: str) -> None:
+    """Read on the event loop of all rollouts: without the bounds these take from seconds to hours."""
+    tool_format, text = _DEGENERATE[name]
+    found = read_calls(text, tool_format)
+    assert len(found) <= MAX_CALLS + 1
+    if len(found) > MAX_CALLS:
+        assert found[-1] == Malformed(why=f"got more than {MAX_CALLS} calls in one reply")
+
+
+@pytest.mark.parametrize("depth", [50, 300, 900, 5000])
+@pytest.mark.parametrize("tool_format", list(F))
+def test_depth_is_malformed_and_raises_nothing(tool_format: ToolFormat, depth: int) -> None:
+    deep = "[" * depth + "]" * depth
+    texts = [
+        f'<tool_call>{{"name": "f", "arguments": {deep}}}</tool_call>',
+        f"<tool_call>{deep}</tool_call>",
+        f'{{"name": "f", "parameters": {{"a": {deep}}}}}',
+        f'[TOOL_CALLS][{{"name": "f", "arguments": {deep}}}]',
+        f"[TOOL_CALLS]f[ARGS]{deep}",
+        *(
+            f"[f(a={inner}), f({inner}), {inner}]"
+            for inner in (deep, "-" * depth + "1", "1" + "+1" * depth, "x" + ".y" * depth, "x" + "()" * depth)
+        ),
+    ]
+    for text in texts:
+        assert all(isinstance(one, (Call, Malformed)) for one in read_calls(text, tool_format))
+
+
+@pytest.mark.parametrize(
+    ("tool_format", "text"),
+    [
+        (F.HERMES, r'<tool_call>{"name": "f\ud800", "arguments": {"a\udc00": ["\ud83d\ude00", "\ud800"]}}</tool_call>'),
+        (F.LLAMA3, r'{"name": "f\ud800", "parameters": {"a\udc00": ["\ud83d\ude00", "\ud800"]}}'),
+        (F.MISTRAL, r'[TOOL_CALLS][{"name": "f\ud800", "arguments": {"a\udc00": ["\ud83d\ude00", "\ud800"]}}]'),
+    ],
+)
+def test_half_a_surrogate_is_replaced(tool_format: ToolFormat, text: str) -> None:
+    """Nothing that is made of the call could be noted, sent or logged with it."""
+    (found,) = read_calls(text, tool_format)
+    assert found == Call(name="f\ufffd", arguments={"a\ufffd": ["\U0001f600", "\ufffd"]})
+
+
+def test_a_number_that_is_not_finite_is_malformed() -> None:
+    (found,) = read_calls('<tool_call>{"name": "f", "arguments": {"a": 1e999}}</tool_call>', F.HERMES)
+    assert isinstance(found, Malformed)
+    assert "1e999 is too large" in found.why
