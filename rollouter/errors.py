@@ -2,7 +2,7 @@
 
 RolloutError
 ├── DataError          rows that cannot become tasks; also a ConfigError
-│   └── DataChanged    a file that was written to while it is read
+│   └── DataChanged    a file that was written to while it is read, or is gone
 ├── TooManyFailures    so many rollouts failed that going on makes no sense
 ├── RoundFailed        a policy version that the engines could not take
 ├── WeightCacheLost    the host's weight cache ended, or could not stage a version
@@ -30,7 +30,7 @@ class DataError(RolloutError, ConfigError):
 
 
 class DataChanged(DataError):
-    """Raised when a data file was written to in place since it was opened: its rows are no longer those of the run."""
+    """Raised when a data file was written to in place since it was opened, or cannot be read any more: no row is to blame."""
 
 
 class TooManyFailures(RolloutError):

@@ -35,20 +35,20 @@ class OpenFile:
         """Bytes."""
 
     def read(self, at: int, count: int) -> bytes:
-        """`count` bytes from `at` on, all of them in the file. Raises DataChanged, DataError."""
+        """`count` bytes from `at` on, all of them in the file. Raises DataChanged."""
         pieces: list[bytes] = []
         left = count
         try:
             while left and (piece := os.pread(self._number, left, at + count - left)):
                 pieces.append(piece)
                 left -= len(piece)
-        except OSError as error:
-            raise DataError(f"{self._path}: cannot be read: {error.strerror}") from None
+        except OSError as error:  # of the disk, not of a row
+            raise DataChanged(f"{self._path}: cannot be read any more: {error.strerror}") from None
         self.check()
         return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
     def pieces(self) -> Iterator[tuple[int, bytes]]:
-        """(its first byte, piece) of the whole file. Raises DataChanged, DataError."""
+        """(its first byte, piece) of the whole file. Raises DataChanged."""
         for at in range(0, self.size, PIECE_BYTES):
             yield at, self.read(at, min(PIECE_BYTES, self.size - at))
 
@@ -62,7 +62,7 @@ class OpenFile:
             )
 
     def fingerprint(self) -> str:
-        """Of its bytes (hex). Raises DataChanged, DataError."""
+        """Of its bytes (hex). Raises DataChanged."""
         digest = xxhash.xxh3_64()
         for _, piece in self.pieces():
             digest.update(piece)

@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
+from agent_loop.errors import words_of
 from rollouter.data.open_file import PIECE_BYTES, OpenFile
 from rollouter.data.rows import canonical
 from rollouter.errors import DataError
@@ -82,7 +83,7 @@ class MemoryTable:
     def fingerprint(self) -> str:
         digest = xxhash.xxh3_64()
         for row in self._rows:
-            digest.update(canonical(row).encode("utf-8", "surrogatepass"))
+            digest.update(_text_of(row).encode("utf-8", "surrogatepass"))
             digest.update(b"\0")
         return digest.hexdigest()
 
@@ -181,6 +182,13 @@ class JoinedTable:
         """The table that holds row `index`, and its number there."""
         number = bisect_right(self._ends, index)
         return self._tables[number], index - (self._ends[number - 1] if number else 0)
+
+
+def _text_of(row: Any) -> str:
+    try:
+        return canonical(row)
+    except Exception as error:  # noqa: BLE001 - a row that has no text is refused where it is read
+        return words_of(error)
 
 
 def hash_of(path: Path) -> str:

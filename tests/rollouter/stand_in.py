@@ -14,6 +14,7 @@ from configs.live import LiveSettings
 from configs.schema import Settings
 from rollouter.codec import Codec
 from rollouter.daemon import RollouterDaemon, UserCode
+from rollouter.data.sources import Rows
 from rollouter.engines import EngineFleet
 from rollouter.tasks import Row, load_rows
 from sample_bus.closed_seat import ClosedSeat
@@ -336,11 +337,12 @@ async def running_rollouter(
     *,
     loop: Any = None,
     reward: str | Scoring = "agent_loop.rewards:exact_match",
-    rows: list[Row] | None = None,
+    rows: Rows | list[Row] | None = None,
 ) -> AsyncIterator[Running]:
     """A rollouter daemon, stopped at the end if it still runs."""
     scoring = load_reward(reward) if isinstance(reward, str) else reward
-    user = UserCode(rows=load_rows("addition") if rows is None else rows, loop=loop or SingleTurn(), reward=scoring)
+    chosen: Any = load_rows("addition") if rows is None else rows
+    user = UserCode(rows=chosen, loop=loop or SingleTurn(), reward=scoring)
     running = Running(settings, engine, user)
     try:
         yield running

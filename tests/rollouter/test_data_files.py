@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bz2
 import dataclasses
+import decimal
 import gzip
 import json
 import lzma
@@ -157,6 +158,47 @@ def test_rows_that_came_by_another_way_are_left_out_too() -> None:
     rows = read_all(open_rows(DataSettings(source="addition")), at_most=4)
     odd = [dataclasses.replace(rows[0], task_id=HALF), dataclasses.replace(rows[1], data_source="x" * 100_000), *rows[2:]]
     assert [task.task_id for task in encode(odd, CODEC, max_prompt_tokens=64)] == [row.task_id for row in rows[2:]]
+
+
+class _Odd:
+    def __repr__(self) -> str:
+        raise RuntimeError("no words")
+
+
+class _OddMapping(dict[str, Any]):
+    def items(self) -> Any:
+        raise RuntimeError("no items")
+
+
+ODD: list[Any] = []
+"""A row that a function gives and that is none."""
+
+
+def odd_rows() -> list[Any]:
+    return [{"prompt": "q", "answer": "1"}, *ODD, {"prompt": "r", "answer": "2"}]
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [
+        _Odd(),
+        {"prompt": "q", "answer": _Odd()},
+        _OddMapping(prompt="q", answer="1"),
+        {"prompt": "q", "answer": 1 << 100_000},
+        {"prompt": "q", "answer": decimal.Decimal("1e999999999")},
+        {"prompt": "q", "answer": decimal.Decimal("Infinity")},
+        {"prompt": "q", "answer": decimal.Decimal("sNaN")},
+    ],
+    ids=["row", "value", "mapping", "integer", "decimal", "infinite", "signalling"],
+)
+def test_an_odd_row_of_a_function_is_reported_and_left_out(odd: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(f"{__name__}.ODD", [odd])
+    source = f"{__name__}:odd_rows"
+    report = check(DataSettings(source=source))
+    assert (report.num_rows, report.num_bad, [finding.row for finding in report.findings]) == (3, 1, [2])
+    rows = open_rows(DataSettings(source=source))
+    tasks = LazyTasks(rows, CODEC, Limits(max_prompt_tokens=64), Hashed(fraction=0.0, seed=1))
+    assert tasks.at(1) is Refusal.BAD_ROW
 
 
 def test_a_missing_value_of_a_column_of_numbers_is_no_ground_truth(tmp_path: Path) -> None:
