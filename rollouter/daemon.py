@@ -24,7 +24,7 @@ from configs.errors import ConfigError
 from configs.paths import bus_address, held_alone, make_run_dir, socket_dir, sockets_of
 from configs.schema import Settings
 from configs.signals import ending_signals
-from rollouter.adapter_engine import with_adapter
+from rollouter.adapter_engine import adapter_scale, with_adapter
 from rollouter.bookkeeping import known_next
 from rollouter.codec import Codec, load_codec
 from rollouter.data.framing import Framing
@@ -100,6 +100,7 @@ def open_pool(
         on_change=on_change,
         on_round_result=on_round_result,
         cache=cache if settings.weight_sync.host_cache else None,
+        adapter_scale=adapter_scale(settings),
     )
 
 

@@ -25,7 +25,7 @@ from configs.bus_address import is_loopback
 from configs.cpu import core_shares
 from configs.gpu import gpu_shares, visible_gpus
 from configs.schema import EngineSettings, Settings, WeightSyncSettings
-from rollouter.adapter_engine import ADAPTER_NAME
+from rollouter.adapter_engine import ADAPTER_NAME, scale_problem
 from rollouter.engine_command import engine_shares
 from rollouter.engine_errors import EnginesLost, EngineStartError
 from rollouter.engine_limits import EngineLimits
@@ -70,11 +70,14 @@ class EnginePool:
         on_change: Callable[[], None] = lambda: None,
         on_round_result: Callable[[RoundResult], None] = lambda result: None,
         cache: WeightCache | None = None,
+        adapter_scale: float | None = None,
     ) -> None:
         """`on_change` is called on the event loop after any change of `statuses()`; `on_round_result` with the outcome when an
         engine catches up by itself (the outcomes of `sync` are returned by it). `partial_rollout` is asked at each pause.
         `live` gives the settings in force, for the number of requests of an engine; None: as many as it decodes together.
-        `cache` stages for the engines of this host; None: each engine stages from the trainer."""
+        `cache` stages for the engines of this host; None: each engine stages from the trainer. `adapter_scale` is what engines
+        must count adapters by; None: they are given whole weights."""
+        self._adapter_scale = adapter_scale
         self._settings = engine
         self._weight_sync = weight_sync
         self._partial_rollout = partial_rollout
@@ -191,10 +194,11 @@ class EnginePool:
             raise EngineStartError(f"{member.name} ({member.client.address}) cannot be used: {error}") from error
 
     async def _check(self, member: Member) -> None:
-        """Refuse an engine whose log-probabilities leave temperature out: every importance ratio would be wrong."""
+        """Refuse an engine whose log-probabilities leave temperature out, or that applies adapters otherwise than the trainer:
+        every importance ratio would be wrong."""
         try:
             follows = await logprobs_follow_temperature(member.client)
-            await member.client.collective_rpc("headrace_status")
+            workers = await member.client.collective_rpc("headrace_status")
         except EngineError as error:
             raise EngineStartError(f"{member.name} ({member.client.address}) cannot be used: {error}") from error
         if follows is False:
@@ -202,6 +206,10 @@ class EnginePool:
                 f"{member.name} ({member.client.address}) reports log-probabilities before temperature, expected after; "
                 "start it with --logprobs-mode processed_logprobs"
             )
+        for worker in workers:
+            problem = scale_problem(worker.get("lora_scale", self._adapter_scale), self._adapter_scale)
+            if problem is not None:
+                raise EngineStartError(f"{member.name} ({member.client.address}) {problem}")
         if follows is None:
             log.warning("the engine's log-probability mode could not be told", engine=member.name)
 

@@ -51,7 +51,7 @@ class AdapterLoader:
     def __init__(self, manager: Any, *, scale: float, dtype: torch.dtype, max_rank: int) -> None:
         """`manager` is vLLM's LoRA model manager; `dtype` that of its slots."""
         self._manager = manager
-        self._scale = scale
+        self.scale = scale
         self._dtype = dtype
         self._max_rank = max_rank
 
@@ -152,7 +152,7 @@ class AdapterLoader:
 
     def _scaled(self, b: torch.Tensor) -> torch.Tensor:
         """vLLM keeps the scale in B."""
-        return (b.float() * self._scale).to(self._dtype)
+        return (b.float() * self.scale).to(self._dtype)
 
     def _layers(self) -> Iterator[tuple[str, tuple[Any, int]]]:
         """Path in the checkpoint to (vLLM's layer, which of its parts), for linear layers."""

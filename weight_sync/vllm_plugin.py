@@ -106,6 +106,10 @@ class HeadraceWeightEngine(WeightTransferEngine[InitInfo, UpdateInfo]):  # type:
         self._adapters = AdapterLoader.of(model, vllm_config)
 
     @property
+    def lora_scale(self) -> float | None:
+        return None if self._adapters is None else self._adapters.scale
+
+    @property
     def is_tied(self) -> bool:
         return bool(getattr(self.model_config.hf_text_config, "tie_word_embeddings", False))
 
@@ -269,8 +273,10 @@ class WorkerExtension:
         return weight_engine.staging.status()
 
     def headrace_status(self) -> dict[str, object]:
-        """State of the staging: `state`, `staged` and `loaded` versions, `loaded_digest`, `error`."""
-        return _weight_engine(self).staging.status()
+        """State of the staging: `state`, `staged` and `loaded` versions, `loaded_digest`, `error`; and `lora_scale`, by which
+        adapters count here, or None where whole weights are taken."""
+        weight_engine = _weight_engine(self)
+        return {**weight_engine.staging.status(), "lora_scale": weight_engine.lora_scale}
 
     def headrace_checksums(self) -> dict[str, object]:
         """What the model was loaded with: `policy_version`, `manifest_digest` and name to xxh3_64 (hex).

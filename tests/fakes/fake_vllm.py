@@ -48,6 +48,8 @@ class FakeVllm:
     cohorts: list[int] = field(default_factory=list)
     """How many it was told stage with it."""
     num_workers: int = 1
+    lora_scale: float | None = None
+    """By which it counts adapters, as it was started; None: it takes whole weights."""
     stale_reads: list[str] = field(default_factory=list)
     """Requests that began on what other weights had computed."""
     before_resume: asyncio.Event | None = None
@@ -277,9 +279,8 @@ class FakeVllm:
             self.addresses.append(arguments["address"])
             self.cohorts.append(arguments["cohort"])
             self.on_stage(arguments["engine"], arguments["policy_version"], arguments["nonce"])
-        return web.json_response(
-            {"results": [{"state": "staged", "staged": self.staged, "loaded": self.loaded}] * self.num_workers}
-        )
+        status = {"state": "staged", "staged": self.staged, "loaded": self.loaded, "lora_scale": self.lora_scale}
+        return web.json_response({"results": [status] * self.num_workers})
 
     def _update(self, path: str, body: dict[str, Any]) -> web.Response:
         if path == "/start_weight_update":

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 from pydantic import ValidationError
 
 from configs.schema import EngineSettings, Settings, TrainerSettings, WeightSyncSettings
-from rollouter.adapter_engine import with_adapter
+from rollouter.adapter_engine import adapter_scale, scale_problem, with_adapter
 
 
 def settings(rank: int, *, alpha: float = 32.0, lora: str = "adapter", extra: tuple[str, ...] = ()) -> Settings:
@@ -43,3 +44,28 @@ def test_the_server_knows_one_adapter_and_its_scale_and_the_users_arguments_come
 def test_adapters_without_a_rank_that_engines_take_are_refused(rank: int) -> None:
     with pytest.raises(ValidationError, match=f"trainer.lora_rank={rank}: engines take ranks from 1 to 512"):
         settings(rank)
+
+
+def test_the_scale_is_alpha_by_rank_where_engines_apply_adapters() -> None:
+    assert adapter_scale(settings(16, alpha=24.0)) == 1.5
+    assert adapter_scale(settings(16, lora="merged")) is None
+
+
+@pytest.mark.parametrize("scale", [None, 1.5])
+def test_an_engine_that_counts_as_the_trainer_does_is_taken(scale: float | None) -> None:
+    assert scale_problem(scale, scale) is None
+
+
+@pytest.mark.parametrize(
+    ("got", "expected", "words"),
+    [
+        (4.0, 2.0, r"^counts adapters 4 times, expected 2 times \(trainer\.lora_alpha / trainer\.lora_rank"),
+        (None, 2.0, r"^was started to be given whole weights, expected 2 times .*\{\"headrace_lora_scale\": 2\.0\}$"),
+        (4.0, None, r"^was started to be given adapters \(headrace_lora_scale=4\), and weight_sync\.lora=merged"),
+    ],
+)
+def test_both_scales_and_the_remedy_are_named(got: float | None, expected: float | None, words: str) -> None:
+    """B141: tensors of the right names and shapes would be taken, and count otherwise, in silence."""
+    problem = scale_problem(got, expected)
+    assert problem is not None
+    assert re.search(words, problem)

@@ -349,6 +349,14 @@ async def test_a_round_that_is_held_already_is_not_repeated(tmp_path: Path) -> N
         assert s.rounds.asked == [("engine-0", 3)]
 
 
+async def test_an_engine_that_counts_adapters_otherwise_than_the_trainer_is_refused_at_the_start(tmp_path: Path) -> None:
+    """B141: one of `engine.urls` brings the alpha that somebody started it with."""
+    async with opened(tmp_path, start=False) as s:
+        s.servers[0].lora_scale = 4.0
+        with pytest.raises(EngineStartError, match=r"engine-0 .* was started to be given adapters .* gives it whole weights"):
+            await s.pool.start("/model", "float32")
+
+
 async def test_an_engine_with_raw_logprobs_is_refused_at_the_start(tmp_path: Path) -> None:
     """B50"""
     async with opened(tmp_path, start=False) as s:

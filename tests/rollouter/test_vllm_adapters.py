@@ -16,7 +16,7 @@ import torch
 from agent_loop.engine import Generation, SamplingParams
 from configs.paths import adapter_dir
 from configs.schema import EngineSettings, Settings, TrainerSettings, WeightSyncSettings
-from rollouter.adapter_engine import with_adapter
+from rollouter.adapter_engine import adapter_scale, with_adapter
 from rollouter.engine_pool import EnginePool
 from tests.fakes.samples import make_sample
 from tests.fakes.tiny_models import TinyModel, make_tiny_model
@@ -70,8 +70,9 @@ async def adapted_engine(directory: Path, sockets: Path) -> AsyncIterator[Adapte
     policy = FsdpPolicy(model, settings.trainer, dtype=torch.float32, exports_adapters=True)
     policy.write_first_adapter(adapter_dir(settings))
     pool = EnginePool(
-        with_adapter(settings), settings.weight_sync, socket_dir=sockets, log_dir=directory, partial_rollout=lambda: "keep"
-    )
+        with_adapter(settings), settings.weight_sync, socket_dir=sockets, log_dir=directory, partial_rollout=lambda: "keep",
+        adapter_scale=adapter_scale(settings),
+    )  # fmt: skip
     try:
         await pool.start(str(model), "float32")
         supervision = asyncio.create_task(pool.supervise())

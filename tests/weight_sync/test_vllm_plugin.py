@@ -90,6 +90,7 @@ def test_the_engine_confirms_checksums_of_what_it_loaded(seen: Seen) -> None:
         "loaded": 1,
         "loaded_digest": seen["digest"],
         "error": "",
+        "lora_scale": None,
     }
 
 
