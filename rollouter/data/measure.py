@@ -74,7 +74,7 @@ def measure(
     framing: Framing | None = None,
 ) -> Measures:
     """Lengths of all rows under `framing` (None: of their prompts alone); from the cache if they are there. `model` None:
-    measured in this process, and not kept."""
+    measured in this process, and not kept. Raises DataChanged when the sources do not stand still meanwhile."""
     framing = framing or Framing()
     if model is None:
         return _joined([measured(rows, codec, 0, len(rows), framing)])
@@ -92,6 +92,10 @@ def measure(
         result = _joined([measured(rows, codec, first, last, framing) for first, last in jobs])
     else:
         result = _joined(list(_in_processes(jobs, data, model, framing, processes)))
+        if (
+            open_rows(data, cache_dir=cache_dir).fingerprint() != rows.fingerprint()
+        ):  # each process opened the sources by itself
+            raise _changed(data)
     _write(path, result)
     return result
 
@@ -126,9 +130,16 @@ _worker: Callable[[int, int], Measures] | None = None
 
 def _begin(settings: str, model: Model, framing: Framing, cache_dir: Path) -> None:
     global _worker
-    rows = open_rows(DataSettings.model_validate_json(settings), cache_dir=cache_dir)
+    data = DataSettings.model_validate_json(settings)
+    rows = open_rows(data, cache_dir=cache_dir)
     codec = load_codec(model.directory, trust_remote_code=model.trust_remote_code)
-    _worker = lambda first, last: measured(rows, codec, first, last, framing)  # noqa: E731 - one per process, made once
+
+    def work(first: int, last: int) -> Measures:
+        if last > len(rows):
+            raise _changed(data)
+        return measured(rows, codec, first, last, framing)
+
+    _worker = work
 
 
 def _job(first: int, last: int) -> Measures:
@@ -144,6 +155,10 @@ def _in_processes(
         min(processes, len(jobs)), mp_context=get_context("spawn"), initializer=_begin, initargs=arguments
     ) as pool:
         yield from pool.map(_job, *zip(*jobs, strict=True))
+
+
+def _changed(data: DataSettings) -> DataChanged:
+    return DataChanged(f"data.source: {data.source}: was changed while its prompts were measured: start again")
 
 
 def _joined(parts: Sequence[Measures]) -> Measures:

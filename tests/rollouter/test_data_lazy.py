@@ -21,7 +21,7 @@ from rollouter.data.lazy import Hashed, LazyTasks
 from rollouter.data.measure import BAD, Model, measure
 from rollouter.data.rows import Row
 from rollouter.data.sources import open_rows
-from rollouter.errors import DataError
+from rollouter.errors import DataChanged, DataError
 from rollouter.prompts import Issue, Prompts, PromptSource, Refused, prepare
 from tests.fakes.fake_engine import FakeTokenizer
 from tests.fakes.tiny_tokenizer import write_tiny_tokenizer
@@ -153,6 +153,23 @@ def test_lengths_are_measured_by_processes_and_found_again(tmp_path: Path, monke
     again = measure(rows, data, codec, model, cache_dir=tmp_path / "cache")
     assert np.array_equal(again.lengths, here.lengths)
     assert again.problems == here.problems
+
+
+@pytest.mark.parametrize("count", [200, 100], ids=["as many", "fewer"])
+def test_lengths_of_a_file_that_was_replaced_while_they_were_measured_are_not_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, count: int
+) -> None:
+    """Each process that measures opens the file by itself."""
+    monkeypatch.setattr(measure_module, "ROWS_PER_JOB", 60)
+    model_dir = write_tiny_tokenizer(tmp_path / "model")
+    codec = load_codec(str(model_dir), trust_remote_code=False)
+    data = DataSettings(source=str(_file(tmp_path)), cache_dir=tmp_path / "cache", filter_processes=2)
+    rows = open_rows(data)
+    (tmp_path / "other").mkdir()
+    _file(tmp_path / "other", count, long_every=3).replace(tmp_path / "rows.jsonl")
+    with pytest.raises(DataChanged, match="was changed while its prompts were measured"):
+        measure(rows, data, codec, Model(directory=str(model_dir)), cache_dir=tmp_path / "cache")
+    assert not (tmp_path / "cache" / "lengths").exists()
 
 
 def test_broken_cache_is_measured_again_and_one_that_cannot_be_written_does_without(tmp_path: Path) -> None:
