@@ -171,17 +171,21 @@ def _from_file(file: Path) -> Any:
 
 async def _in_thread(function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
     """Run in a daemon thread that may be abandoned: one that never returns keeps neither its rollout nor the process."""
-    future: Future[Any] = Future()
+    future: Future[tuple[Any, BaseException | None]] = Future()
 
     def work() -> None:
+        outcome: tuple[Any, BaseException | None]
         try:
-            result = function(*arguments)
+            outcome = function(*arguments), None
         except BaseException as error:  # noqa: BLE001 - handed to the awaiting rollout, whatever it is
-            if not future.cancelled():
-                future.set_exception(error)
-        else:
-            if not future.cancelled():
-                future.set_result(result)
+            outcome = None, error  # as a value: no future takes a StopIteration
+        if not future.cancelled():
+            future.set_result(outcome)
 
     threading.Thread(target=work, name="reward", daemon=True).start()
-    return await asyncio.wrap_future(future)
+    value, error = await asyncio.wrap_future(future)
+    if isinstance(error, StopIteration):  # a coroutine may not raise it
+        raise RuntimeError(f"it raised {words_of(error)}") from error
+    if error is not None:
+        raise error
+    return value

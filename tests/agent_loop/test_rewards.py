@@ -83,6 +83,14 @@ async def test_a_reward_that_would_end_the_process_is_an_error(end: type[BaseExc
             await score(function)
 
 
+async def test_a_blocking_reward_may_raise_what_no_future_takes() -> None:
+    def reward(*_: Any) -> float:
+        return float(next(iter([])))
+
+    with pytest.raises(RewardError, match="StopIteration"):
+        await score(reward)
+
+
 async def test_async_rewards_are_awaited() -> None:
     async def slow(*arguments: Any) -> dict[str, float]:
         await asyncio.sleep(0)
