@@ -7,6 +7,7 @@ What the model sees of it never exceeds the limit in tokens. No call runs on the
 from __future__ import annotations
 
 import asyncio
+import functools
 import importlib
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -14,16 +15,16 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
-import jsonschema
-import orjson
 import structlog
 
 from agent_loop.errors import USER_CODE_FAILURES, ToolError, ToolUnavailable, words_of
 from agent_loop.session import TextCodec
-from agent_loop.side_loop import SideLoop
+from agent_loop.side_loop import SideLoop, in_thread
 from agent_loop.tool_formats import Call, Malformed
 from agent_loop.tool_mcp import McpServer
 from agent_loop.tool_python import PythonTool, SandboxTool
+from agent_loop.tool_schema import ArgumentCheck
+from agent_loop.tool_text import clean, cut, is_text, max_characters, text_of
 from agent_loop.tools import FunctionTool, Tool, ToolContext, schema_for_template
 from configs.schema import ToolSettings
 
@@ -32,8 +33,6 @@ log = structlog.get_logger()
 _WATCHED_CALLS = 256
 _MIN_WATCHED_CALLS = 32
 _RETRY_AFTER_S = 0.25
-_CUT = "\n[cut]"
-_MOST_CHARACTERS_PER_TOKEN = 64
 
 
 class Outcome(StrEnum):
@@ -64,6 +63,7 @@ class ToolBox:
         """`tools` come beside those of `settings.sources`, which `open` makes."""
         self._settings = settings
         self._tools: dict[str, Tool] = {}
+        self._checks: dict[str, ArgumentCheck] = {}
         self._servers: list[McpServer] = []
         self._side = SideLoop("tools", max_stuck=settings.max_concurrent)
         self._places: asyncio.Semaphore | None = None
@@ -124,7 +124,7 @@ class ToolBox:
         return Result(name=_name_of(call), text=text, outcome=Outcome.REFUSED)
 
     async def _one(self, call: Call | Malformed, rollout_id: str, tools_kwargs: Mapping[str, Any], codec: TextCodec) -> Result:
-        why = self._problem(call)
+        why = await self._problem(call)
         self._watch(why is None)
         if why is not None or isinstance(call, Malformed):
             text = cut(f"Error: {why}", self._settings.max_output_tokens, codec)
@@ -141,10 +141,9 @@ class ToolBox:
         timeout_s = self._settings.timeout_s
         for attempt in range(self._settings.retries + 1):
             try:
-                value = await self._side.run(
-                    lambda: tool.call(call.arguments, context), timeout_s=timeout_s, what=f"tool {tool.name}"
+                return await self._side.run(
+                    lambda: self._rendered(tool, call, context), timeout_s=timeout_s, what=f"tool {tool.name}"
                 )
-                return Outcome.RETURNED, _text_of(value)
             except ToolUnavailable as error:
                 why = error
             except TimeoutError as error:
@@ -152,9 +151,7 @@ class ToolBox:
                 if not await self._is_lost(tool):
                     return Outcome.TIMED_OUT, f"Error: {tool.name} gave no result within {timeout_s:g} s."
                 why = ToolUnavailable(f"its server was lost: {words_of(error)}")
-            except asyncio.CancelledError:
-                raise
-            except BaseException as error:  # noqa: BLE001 - of code that is not ours
+            except RuntimeError as error:  # it cancelled itself
                 return Outcome.RAISED, f"Error: {words_of(error)}"
             if attempt < self._settings.retries:
                 log.warning("tool unavailable, tried again", tool=tool.name, attempt=attempt, error=words_of(why))
@@ -173,21 +170,39 @@ class ToolBox:
         except (ToolUnavailable, TimeoutError):
             return True
 
-    def _problem(self, call: Call | Malformed) -> str | None:
-        """Why the call cannot be made, in words for the model."""
+    async def _rendered(self, tool: Tool, call: Call, context: ToolContext) -> tuple[Outcome, str]:
+        """On the side: what becomes of the call, as text."""
+        longest = max_characters(self._settings.max_output_tokens)
+        try:
+            value = await tool.call(call.arguments, context)
+        except (ToolUnavailable, TimeoutError, asyncio.CancelledError):
+            raise
+        except BaseException as error:  # noqa: BLE001 - of code that is not ours
+            words = await in_thread(functools.partial(words_of, error), name=f"words-{tool.name}")
+            return Outcome.RAISED, f"Error: {words[:longest]}"
+        if is_text(value):
+            return Outcome.RETURNED, text_of(value, max_characters=longest)
+        text = await in_thread(lambda: text_of(value, max_characters=longest), name=f"text-{tool.name}")
+        return Outcome.RETURNED, text
+
+    async def _problem(self, call: Call | Malformed) -> str | None:
+        """Why the call cannot be made, in words for the model. Raises ToolUnavailable."""
         if isinstance(call, Malformed):
             return call.why
-        tool = self._tools.get(call.name)
-        if tool is None:
+        check = self._checks.get(call.name)
+        if check is None:
             return f"got the tool name {call.name[:80]!r}, expected one of {', '.join(self.names)}"
+        if not check.may_take_long(call.arguments):
+            return check.problem(call.arguments)
+        work = functools.partial(check.problem, call.arguments)
         try:
-            jsonschema.Draft202012Validator(tool.parameters).validate(dict(call.arguments))
-        except jsonschema.ValidationError as error:
-            where = "".join(f"[{part!r}]" for part in error.absolute_path)
-            return f"the arguments of {call.name}{where} do not fit: {error.message[:300]}"
-        except (RecursionError, jsonschema.SchemaError) as error:
-            return f"the arguments of {call.name} cannot be checked: {words_of(error)[:300]}"
-        return None
+            return await self._side.run(
+                lambda: in_thread(work, name=f"check-{call.name}"),
+                timeout_s=self._settings.timeout_s,
+                what=f"the check of the arguments of {call.name}",
+            )
+        except TimeoutError as error:
+            return words_of(error)
 
     def _watch(self, was_read: bool) -> None:
         self._watched.append(was_read)
@@ -202,7 +217,8 @@ class ToolBox:
         for tool in tools:
             if tool.name in self._tools:
                 raise ToolError(f"tools.sources: got two tools with the name {tool.name!r}")
-            self._tools[tool.name] = tool
+            check = ArgumentCheck(tool.name, tool.parameters)
+            self._tools[tool.name], self._checks[tool.name] = tool, check
 
     async def _of_source(self, source: str) -> list[Tool]:
         settings = self._settings
@@ -217,7 +233,7 @@ class ToolBox:
                 source.removeprefix("mcp:"), start_timeout_s=settings.start_timeout_s, timeout_s=settings.timeout_s
             )
             self._servers.append(server)
-            return list(await server.tools())
+            return _usable(await server.tools(), server.address)
         return load_tools(source)
 
 
@@ -233,21 +249,21 @@ def load_tools(path: str) -> list[Tool]:
     return [_tool(one, path) for one in (found if isinstance(found, (list, tuple)) else [found])]
 
 
-def cut(text: str, max_tokens: int, codec: TextCodec) -> str:
-    """The longest beginning of `text` that is no longer than `max_tokens` tokens, its mark included where it is shorter."""
-    short = text[: max_tokens * _MOST_CHARACTERS_PER_TOKEN]
-    if len(short) == len(text) and len(codec.encode(text)) <= max_tokens:
-        return text
-    room = max_tokens - len(codec.encode(_CUT))
-    mark = _CUT if room > 0 else ""
-    low, high = 0, len(short)
-    while low < high:
-        middle = (low + high + 1) // 2
-        if len(codec.encode(short[:middle] + mark)) <= max_tokens:
-            low = middle
+def _usable(tools: Sequence[Tool], address: str) -> list[Tool]:
+    """Those whose arguments can be checked; nobody here can mend the others. Raises ToolError where there is none."""
+    usable: list[Tool] = []
+    why = ""
+    for tool in tools:
+        try:
+            ArgumentCheck(tool.name, tool.parameters)
+        except ToolError as error:
+            why = str(error)
+            log.warning("tool of an MCP server left out", tool=tool.name, server=address, error=why)
         else:
-            high = middle - 1
-    return short[:low] + mark
+            usable.append(tool)
+    if not usable:
+        raise ToolError(f"tools.sources: MCP server {address} offers no tool that can be used: {why}")
+    return usable
 
 
 def _tool(found: Any, path: str) -> Tool:
@@ -260,16 +276,5 @@ def _tool(found: Any, path: str) -> Tool:
     return FunctionTool(function)
 
 
-def _text_of(value: Any) -> str:
-    if isinstance(value, str):
-        return value
-    if value is None:
-        return ""
-    try:
-        return orjson.dumps(value).decode()
-    except TypeError:
-        return str(value)
-
-
 def _name_of(call: Call | Malformed) -> str:
-    return call.name if isinstance(call, Call) else "unknown"
+    return clean(call.name) if isinstance(call, Call) else "unknown"

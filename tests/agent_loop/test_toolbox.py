@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 
 from agent_loop.errors import ToolError, ToolUnavailable
 from agent_loop.tool_formats import Call, Malformed
-from agent_loop.toolbox import Outcome, Result, ToolBox, cut, load_tools
+from agent_loop.tool_text import cut
+from agent_loop.toolbox import Outcome, Result, ToolBox, load_tools
 from agent_loop.tools import FunctionTool, ToolContext
 from configs.schema import ToolSettings
 from tests.agent_loop.scripted import Letters
