@@ -169,7 +169,7 @@ class WeightCache:
         return f"status {await process.wait()}"
 
     def _look_ready(self, process: asyncio.subprocess.Process) -> None:
-        if self._process is process and not self._address().done():
+        if self._process is process and not self._is_ready:
             self._miss(f"it was not ready within {max(self._stage_s, _READY_S):g} s")
 
     def _miss(self, why: str) -> None:
@@ -199,6 +199,11 @@ class WeightCache:
             self._opening = asyncio.get_running_loop().create_future()
         return self._opening
 
+    @property
+    def _is_ready(self) -> bool:
+        opening = self._address()
+        return opening.done() and opening.exception() is None
+
     # ── what it is asked ─────────────────────────────────────────────────────────────────────────────────────────────
 
     async def hold(self, announced: WeightRound, *, is_local: bool = True) -> str:
@@ -208,11 +213,13 @@ class WeightCache:
         """
         if self._newest is None or self._newest.announced_at <= announced.announced_at:
             self._newest = announced
-        if not self._holds(announced):
-            if not self._is_trusted:
-                raise WeightCacheLost("the weight cache missed a deadline and has not staged a version since")
-            if announced.announced_at < self._newest.announced_at:  # it stages one at a time
-                raise WeightCacheLost(f"the weight cache stages version {self._newest.policy_version} by now")
+        is_held = self._holds(announced)
+        if not is_held and announced.announced_at < self._newest.announced_at:  # it stages one at a time
+            raise WeightCacheLost(f"the weight cache stages version {self._newest.policy_version} by now")
+        if not is_held and not self._is_trusted:
+            if self._is_ready:
+                self._staging_of(announced)  # so that it may be trusted again
+            raise WeightCacheLost("the weight cache has not staged a version since it missed a deadline")
         opening = self._address()
         await asyncio.wait((opening,), timeout=self._stage_s / 2)
         if not opening.done():

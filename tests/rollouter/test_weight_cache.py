@@ -192,6 +192,7 @@ async def test_engines_of_this_host_are_brought_to_a_version_by_the_cache(tmp_pa
     cache = WeightCache(SETTINGS, socket_dir=tmp_path / "cache", log_file=tmp_path / "cache.log")
     async with fleet(tmp_path, cache) as pool:
         with trainer.server:
+            await eventually(lambda: cache._is_ready)
             for version in (1, 2):
                 results = await pool.sync(trainer.publish(version), _not_asked)
                 assert [result.committed for result in results] == [True, True], results
@@ -250,7 +251,7 @@ async def test_engines_of_other_hosts_stage_over_tcp_from_the_cache(tmp_path: Pa
         await pool.close()
 
 
-IMPATIENT = SETTINGS.model_copy(update={"stage_timeout_s": 8.0, "connect_timeout_s": 2.0})
+IMPATIENT = SETTINGS.model_copy(update={"connect_timeout_s": 2.0})
 
 
 def freeze(cache: WeightCache) -> None:
@@ -268,6 +269,7 @@ async def test_engines_stage_from_the_trainer_in_the_round_in_which_the_cache_fr
 
     async with fleet(tmp_path, cache) as pool:
         with trainer.server:
+            await eventually(lambda: cache._is_ready)
             assert all(result.committed for result in await pool.sync(trainer.publish(1), _not_asked))
             freeze(cache)
             results = await pool.sync(trainer.publish(2), staged)
@@ -286,11 +288,12 @@ async def test_whoever_waits_for_a_frozen_cache_hears_of_it(tmp_path: Path) -> N
         with trainer.server:
             announced = trainer.publish(1)
             async with asyncio.timeout(WAIT_S):
+                await eventually(lambda: cache._is_ready)
                 await cache.hold(announced)
                 freeze(cache)
                 with pytest.raises(WeightCacheLost, match="no answer within 2 s"):
                     await cache.wait_staged(announced, "engine-0", "never")
-                with pytest.raises(WeightCacheLost, match="missed a deadline"):
+                with pytest.raises(WeightCacheLost, match="has not staged a version since"):
                     await cache.hold(trainer.publish(2))
     finally:
         running.cancel()
@@ -315,7 +318,23 @@ async def test_a_cache_that_hangs_before_it_is_ready_does_not_hold_up_a_round(tm
     assert cache.pid is None
 
 
+async def test_a_cache_that_froze_before_any_version_is_used_again_once_it_has_staged_one(tmp_path: Path) -> None:
+    trainer = Trainer(tmp_path / "t")
+    async with cached(tmp_path) as cache:
+        cache._miss("it was not ready in time")
+        with trainer.server:
+            await eventually(lambda: cache._is_ready)
+            announced = trainer.publish(1)
+            with pytest.raises(WeightCacheLost, match="has not staged a version since"):
+                await cache.hold(announced)
+            await eventually(lambda: cache._is_trusted)
+            await cache.hold(announced)
+            assert trainer.staged_by == ["host-cache"]
+
+
 async def test_a_cache_that_dies_before_it_is_asked_to_serve_is_started_again(tmp_path: Path) -> None:
+    """Whoever asks for a version meanwhile is not kept waiting."""
+    trainer = Trainer(tmp_path / "t")
     cache = WeightCache(SETTINGS, socket_dir=tmp_path / "cache", log_file=tmp_path / "cache.log")
     await cache.launch()
     assert cache.pid is not None
@@ -324,7 +343,13 @@ async def test_a_cache_that_dies_before_it_is_asked_to_serve_is_started_again(tm
     try:
         async with asyncio.timeout(WAIT_S):
             await eventually(lambda: running.done() or cache.num_restarts == 1)
-        assert not running.done()
+            assert not running.done()
+            with trainer.server:
+                announced = trainer.publish(1)
+                with pytest.raises(WeightCacheLost):
+                    await cache.hold(announced)
+                await eventually(lambda: trainer.staged_by == ["host-cache"])
+                await cache.hold(announced)
     finally:
         running.cancel()
         await asyncio.wait((running,))
