@@ -119,7 +119,7 @@ async def test_a_stopped_run_takes_the_same_steps_again_with_the_recorded_settin
         change = ChangeSettings(values={"trainer.learning_rate": 5e-3}, author="test")
         await link.request("settings.set", change, SettingsChanged)
         await _offer(link, 4, 5)
-        await status_where(link, lambda status: status.step == 3)
+        await status_where(link, lambda status: status.step == 3 and status.policy_version == 3)
         task.cancel()
     before = _steps(tmp_path)
     async with daemon(settings) as task:
