@@ -15,6 +15,7 @@ from configs.schema import Settings
 from sample_bus.messages import (
     EndOfRun,
     EvaluationResult,
+    FailureNote,
     LiveSettingsState,
     RollouterStatus,
     StepSummary,
@@ -127,6 +128,11 @@ class Picture:
     @property
     def evaluations(self) -> tuple[EvaluationResult, ...]:
         return self.trainer.evaluations if self.trainer else ()
+
+    @property
+    def failures(self) -> tuple[FailureNote, ...]:
+        """Why attempts failed, the evaluations' included."""
+        return self.rollouter.failures if self.rollouter else ()
 
     @property
     def versions_published(self) -> int:

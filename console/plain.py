@@ -1,11 +1,12 @@
-"""A run as plain lines: one a step, one a change of what the daemons do, and one every few seconds of waiting."""
+"""A run as plain lines: one a step, one a change of what the daemons do, one for each reason for which attempts begin to fail
+(again when they have doubled), and one every few seconds of waiting."""
 
 from __future__ import annotations
 
 from typing import TextIO
 
 from console.picture import Picture
-from console.words import evaluation_text, number, rollouter_text, shares_text, trainer_text
+from console.words import evaluation_text, failure_text, number, rollouter_text, shares_text, trainer_text
 
 QUIET_S = 10.0
 """After this long without a line, one says what is waited for."""
@@ -21,6 +22,7 @@ class PlainDisplay:
         self._last_step = 0
         self._num_evaluations = 0
         self._said: dict[str, str] = {}
+        self._failures_said: dict[tuple[str, bool], int] = {}
         self._spoke_at: float | None = None
 
     def start(self) -> None:
@@ -29,6 +31,7 @@ class PlainDisplay:
     def show(self, picture: Picture, now: float) -> None:
         self._spoke_at = picture.started_at if self._spoke_at is None else self._spoke_at
         self._states(picture, now)
+        self._failures(picture, now)
         for result in picture.evaluations[self._num_evaluations :]:
             self._line(picture, now, f"held-out accuracy {evaluation_text(result)}")
         self._num_evaluations = len(picture.evaluations)
@@ -50,6 +53,16 @@ class PlainDisplay:
             if self._said.get(name) != state:
                 self._said[name] = state
                 self._line(picture, now, f"{name}: {text}")
+
+    def _failures(self, picture: Picture, now: float) -> None:
+        for note in picture.failures:
+            key = (note.reason, note.is_evaluation)
+            said = self._failures_said.get(key, 0)
+            if note.count < said:  # another process counts from 0
+                said = 0
+            if note.count >= max(1, 2 * said):
+                self._failures_said[key] = note.count
+                self._line(picture, now, failure_text(note))
 
     def _line(self, picture: Picture, now: float, text: str) -> None:
         self._out.write(f"[{now - picture.started_at:6.1f} s] {text}\n")

@@ -15,7 +15,7 @@ from console.follow import attached
 from console.history import since
 from console.journals import Journals
 from console.run_dirs import LiveRun
-from console.words import awaited, duration, engine_text, evaluation_text, number, round_text, shares_text
+from console.words import awaited, duration, engine_text, evaluation_text, failure_text, number, round_text, shares_text
 from sample_bus.ledger import Ledger, by_reason
 from sample_bus.messages import (
     Counts,
@@ -160,6 +160,7 @@ def _rollouter_rows(state: State) -> list[tuple[str, str]]:
     rare = {"late results refused": counts.late_results, "tasks in quarantine": counts.quarantined_tasks}
     if any(rare.values()):
         rows.append(("", ", ".join(f"{what} {count}" for what, count in rare.items() if count)))
+    rows += [("failures" if index == 0 else "", failure_text(note)) for index, note in enumerate(rollouter.failures)]
     if state.spool_bytes is not None:
         rows.append(("spool", f"{state.spool_bytes:,} bytes of records until a checkpoint covers them"))
     rows += [(engine.name, engine_text(engine)) for engine in rollouter.engines]

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from console.ledger import books_line
 from console.picture import Picture
-from console.words import duration, evaluation_text, number, shares_text
+from console.words import duration, evaluation_text, failure_text, number, shares_text
 from sample_bus.errors import JournalError
 from sample_bus.ledger import Ledger
 
@@ -34,6 +34,7 @@ def summary(picture: Picture, files: Files, *, headline: str, now: float) -> str
     rows = [
         *_learning(picture),
         *_books(picture),
+        *(("failures" if index == 0 else "", failure_text(note)) for index, note in enumerate(picture.failures)),
         *_ledger(picture, files.run_dir),
         ("wall time", _phases(picture, now)),
         *_files(files),

@@ -14,6 +14,7 @@ from console.words import (
     duration,
     engine_text,
     evaluation_text,
+    failure_text,
     number,
     rollouter_text,
     share_percents,
@@ -21,6 +22,8 @@ from console.words import (
 )
 
 _BAR = 30
+_MAX_FAILURES = 3
+"""Reasons that are shown, the newest ones."""
 _STYLES = {"training": "green", "waiting": "yellow", "publishing": "magenta", "saving": "blue", "other": "bright_black"}
 
 
@@ -54,7 +57,8 @@ def is_unicode(console: Console) -> bool:
 def render(picture: Picture, now: float, *, width: int, height: int, unicode: bool = True) -> RenderableType:
     """The whole view. `width` and `height` are the terminal's, in characters."""
     engines = picture.rollouter.engines if picture.rollouter else ()
-    chart_height = min(max(height - 15 - len(engines) - len(picture.evaluations), 4), 12)
+    shown = len(engines) + len(picture.evaluations) + 2 * min(len(picture.failures), _MAX_FAILURES)
+    chart_height = min(max(height - 15 - shown, 4), 12)
     return Group(
         _title(picture, now),
         _curve(picture, width=min(width, 120), height=chart_height, unicode=unicode),
@@ -119,6 +123,8 @@ def _figures(picture: Picture, now: float, *, unicode: bool) -> Table:
         )
     for result in picture.evaluations:
         rows.add_row("held-out", evaluation_text(result))
+    for note in picture.failures[-_MAX_FAILURES:]:
+        rows.add_row("failures", Text(failure_text(note), style="yellow", overflow="fold", no_wrap=False))
     rows.add_row("trainer", trainer_text(picture))
     rows.add_row("rollouter", rollouter_text(picture))
     for engine in picture.rollouter.engines if picture.rollouter else ():

@@ -2,8 +2,20 @@
 
 from __future__ import annotations
 
+from configs.shortened import in_a_line
 from console.picture import Picture, whole_percents
-from sample_bus.messages import EngineStatus, EvaluationResult, RollouterStatus, RoundSummary, TimeShares, TrainerStatus
+from sample_bus.messages import (
+    EngineStatus,
+    EvaluationResult,
+    FailureNote,
+    RollouterStatus,
+    RoundSummary,
+    TimeShares,
+    TrainerStatus,
+)
+
+_FAILURE_WORDS = 240
+"""Characters of what a failure said."""
 
 
 def duration(seconds: float) -> str:
@@ -76,7 +88,15 @@ def round_text(summary: RoundSummary) -> str:
 
 
 def evaluation_text(result: EvaluationResult) -> str:
-    return f"{result.accuracy:.3f} (version {result.policy_version}, {result.num_samples} samples)"
+    failed = f", {result.num_failed} more failed" if result.num_failed else ""
+    return f"{result.accuracy:.3f} (version {result.policy_version}, {result.num_samples} samples{failed})"
+
+
+def failure_text(note: FailureNote) -> str:
+    """`3 rollout attempts failed (reward failed), first: RewardError: …`."""
+    whose = "evaluation" if note.is_evaluation else "rollout"
+    attempts = "attempt" if note.count == 1 else "attempts"
+    return f"{note.count} {whose} {attempts} failed ({note.reason}), first: {in_a_line(note.first, _FAILURE_WORDS)}"
 
 
 def awaited(trainer: TrainerStatus | None, rollouter: RollouterStatus | None) -> list[str]:

@@ -228,7 +228,7 @@ class RollouterDaemon:
         except ExceptionGroup as failures:
             first = first_of(failures)
             self._ended_by = f"failed: {type(first).__name__}: {first}"
-            await self._tell_failure(link, first)
+            await self._tell_failure(link, pipeline, first)
             raise first from first.__cause__
         finally:
             await asyncio.shield(self._say_goodbye(link, pipeline))
@@ -357,10 +357,11 @@ class RollouterDaemon:
 
     # ── the end ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    async def _tell_failure(self, link: Link, error: Exception) -> None:
+    async def _tell_failure(self, link: Link, pipeline: Pipeline, error: Exception) -> None:
         if isinstance(error, (PeerLost, Ended, TrainerFailed, AnotherModel)):
             return
         try:
+            await pipeline.board.publish()  # what failed before, while somebody still watches
             await link.request("run.failed", Failed(message=f"{type(error).__name__}: {error}"), Accepted)
         except BusError as unheard:
             log.warning("the trainer did not hear of the failure", why=str(unheard))

@@ -1,7 +1,8 @@
 """Evaluation: the held-out accuracy of a policy version.
 
 Invariant: an accuracy is the mean over rollouts that were scored; a failed one is left out and counted, and without a single
-scored one there is no result. Until an evaluation's rollouts have all gone to the engines, no training rollout is admitted.
+scored one there is no result. Until an evaluation's rollouts have all gone to the engines, no training rollout is admitted. One
+that cannot come to anything ends early: when its first attempts have all failed, or too many rollouts in a row.
 """
 
 from __future__ import annotations
@@ -14,10 +15,12 @@ from dataclasses import dataclass
 import structlog
 
 from agent_loop.engine import SamplingParams
+from agent_loop.errors import words_of
 from agent_loop.task import Task
 from rollouter.admission import HeldVersion
 from rollouter.errors import EvaluationFailed
-from rollouter.failures import FINAL, reason_of
+from rollouter.failure_notes import FailureNotes
+from rollouter.failures import FINAL, TASK_FAULT, FailureReason, FailureStreak, reason_of
 from rollouter.live import LiveView
 from rollouter.reports import Reports
 from rollouter.rollouts import Episode, Plan, Runner
@@ -27,6 +30,9 @@ from sample_bus.protocols import Control
 from sample_bus.sample import NO_VERSION
 
 log = structlog.get_logger()
+
+HOPELESS_ATTEMPTS = 16
+"""An evaluation whose first attempts, so many, all failed, and not for an engine or a service that was away, ends."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,9 +56,39 @@ class Tally:
             policy_version=request.policy_version,
             accuracy=sum(self.rewards) / len(self.rewards),
             num_samples=len(self.rewards),
+            num_failed=self.num_failed,
             generating_versions=tuple(sorted(self.versions)),
             seconds=seconds,
         )
+
+
+class Prospects:
+    """Whether an evaluation can still come to something. Pure."""
+
+    def __init__(self, name: str, *, max_in_a_row: int) -> None:
+        self._name = name
+        self._streak = FailureStreak(limit=max_in_a_row)
+        self._num_attempts = 0
+        self._has_scored = False
+        self._first = ""
+
+    def succeeded(self) -> None:
+        """A rollout was scored."""
+        self._has_scored = True
+        self._streak.succeeded()
+
+    def attempt_failed(self, words: str, reason: FailureReason) -> None:
+        """An attempt failed. Raises EvaluationFailed when the first ones all did."""
+        if self._has_scored or reason not in TASK_FAULT:
+            return
+        self._first = self._first or words
+        self._num_attempts += 1
+        if self._num_attempts >= HOPELESS_ATTEMPTS:
+            raise EvaluationFailed(f"{self._name}: the first {HOPELESS_ATTEMPTS} attempts all failed; first: {self._first}")
+
+    def given_up(self, rollout_id: str, reason: FailureReason, message: str) -> None:
+        """A rollout failed with all its attempts. Raises TooManyFailures."""
+        self._streak.failed(rollout_id, reason, message)
 
 
 class Evaluator:
@@ -69,6 +105,7 @@ class Evaluator:
         stop_token_ids: tuple[int, ...],
         held: Callable[[], HeldVersion | None],
         on_change: Callable[[], None],
+        notes: FailureNotes,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._tasks = tuple(tasks)[: live.settings.evaluation.max_tasks]
@@ -79,6 +116,7 @@ class Evaluator:
         self._stop_token_ids = stop_token_ids
         self._held = held
         self._on_change = on_change
+        self._notes = notes
         self._clock = clock
         self._asked: EvaluationRequest | None = None
         self._handed_over: tuple[str, int] | None = None
@@ -95,7 +133,7 @@ class Evaluator:
         self._version_came.set()
 
     async def run(self) -> None:
-        """Answer one request after the other. Never returns; raises EvaluationFailed."""
+        """Answer one request after the other. Never returns; raises EvaluationFailed, TooManyFailures."""
         async for request in self._control.watch("evaluate", EvaluationRequest):
             if not self._tasks:
                 log.warning("there is no held-out task, evaluation left out", policy_version=request.policy_version)
@@ -143,6 +181,10 @@ class Evaluator:
         places = asyncio.Semaphore(self._live.settings.rollouter.max_concurrent_rollouts)
         plans = [self._plan(request, task, seat) for task in self._tasks for seat in range(settings.samples_per_task)]
         waiting = len(plans)
+        prospects = Prospects(
+            f"evaluation {request.request_id} of version {request.policy_version}",
+            max_in_a_row=self._live.settings.rollouter.max_consecutive_failures,
+        )
 
         async def play(plan: Plan) -> Episode | str:
             nonlocal waiting
@@ -151,11 +193,17 @@ class Evaluator:
                 if waiting == 0:
                     self._handed_over = _key(request)
                     self._on_change()
-                return await self._episode(plan)
+                return await self._episode(plan, prospects)
 
         tasks = [asyncio.create_task(play(plan), name=plan.rollout_id) for plan in plans]
         try:
-            _, late = await asyncio.wait(tasks, timeout=settings.timeout_s) if tasks else (set(), set())
+            done, late = (
+                await asyncio.wait(tasks, timeout=settings.timeout_s, return_when=asyncio.FIRST_EXCEPTION)
+                if tasks
+                else (set(), set())
+            )
+            for task in done:
+                task.result()  # raises what ends the evaluation before its time
         finally:
             for task in tasks:
                 task.cancel()
@@ -194,25 +242,31 @@ class Evaluator:
             incarnation="" if held is None else held.incarnation,
         )
 
-    async def _episode(self, plan: Plan) -> Episode | str:
-        """A rollout, or why it was given up."""
+    async def _episode(self, plan: Plan, prospects: Prospects) -> Episode | str:
+        """A rollout, or why it was given up. Raises EvaluationFailed, TooManyFailures."""
         attempts = self._live.settings.rollouter.max_attempts
-        why = ""
+        why, reason, message = "", FailureReason.AGENT_LOOP_FAILED, ""
         for number in range(attempts):
             try:
-                return await sheltered_task(self._runner.attempt(plan, number), name=f"{plan.rollout_id}.{number}")
+                episode = await sheltered_task(self._runner.attempt(plan, number), name=f"{plan.rollout_id}.{number}")
             except Exception as error:  # noqa: BLE001 - user code may raise anything; the rollout counts as failed
-                reason = reason_of(error)
+                reason, message = reason_of(error), words_of(error)
                 why = f"rollout {plan.rollout_id}: {reason}: {error}"
                 log.warning(
                     "evaluation attempt failed",
                     rollout_id=plan.rollout_id,
                     attempt=number,
                     reason=reason.value,
-                    error=f"{type(error).__name__}: {error}",
+                    error=message,
                 )
+                self._notes.add(reason, message, is_evaluation=True)
+                prospects.attempt_failed(why, reason)
                 if reason in FINAL:
                     break
+            else:
+                prospects.succeeded()
+                return episode
+        prospects.given_up(plan.rollout_id, reason, message)
         return why
 
 

@@ -13,11 +13,13 @@ from dataclasses import dataclass, field, replace
 import structlog
 
 from agent_loop.errors import Diverged
+from configs.shortened import shortened
 from rollouter.admission import Admission, HeldVersion
 from rollouter.attempts import Attempts
 from rollouter.bookkeeping import Bookkeeper, closed, offered, offering_of
 from rollouter.books import GroupBook
 from rollouter.errors import GivenUp
+from rollouter.failure_notes import FailureNotes
 from rollouter.failures import NO_FAULT, TASK_FAULT, FailureReason, FailureStreak, reason_of
 from rollouter.rollouts import Plan, sample_of
 from rollouter.seat_policy import Move, SeatPolicy
@@ -76,6 +78,7 @@ class Cockpit:
         streak: FailureStreak,
         turnstile: Turnstile,
         is_current: Callable[[], bool],
+        notes: FailureNotes,
     ) -> None:
         """`policy` is asked at each failure; `is_current` before anything is counted: it notices a new trainer, and says
         whether the run is still the one in hand."""
@@ -88,6 +91,7 @@ class Cockpit:
         self._max_task_failures = max_task_failures
         self._streak = streak
         self._turnstile = turnstile
+        self._notes = notes
         self._turn = asyncio.Lock()
         self.is_current = is_current
         self.on_end: Callable[[Flight], None] = lambda flight: None
@@ -205,7 +209,8 @@ class Cockpit:
         return move
 
     def _note(self, flight: Flight, number: int, reason: FailureReason, message: str, move: Move) -> None:
-        plan, message = flight.plan, message[:MAX_MESSAGE]
+        plan, message = flight.plan, shortened(message, MAX_MESSAGE)
+        self._notes.add(reason, message, is_evaluation=False)
         log.warning(
             "rollout attempt failed",
             rollout_id=plan.rollout_id,
@@ -259,7 +264,7 @@ class Cockpit:
             group_size=plan.group_size,
             data_source=plan.task.data_source,
             reason=reason.value,
-            message=closing.message[:MAX_MESSAGE],
+            message=shortened(closing.message, MAX_MESSAGE),
             settings_revision=plan.settings_revision,
             incarnation=flight.since.incarnation,
             closed_at=self._keeper.now(),

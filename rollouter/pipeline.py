@@ -22,6 +22,7 @@ from rollouter.data.framing import Framing
 from rollouter.dispatch import Situation
 from rollouter.engines import EngineFleet
 from rollouter.evaluation import Evaluator
+from rollouter.failure_notes import FailureNotes
 from rollouter.follow import Follower
 from rollouter.live import LiveView
 from rollouter.loop_lag import LoopLag
@@ -80,6 +81,7 @@ class Pipeline:
         self._phase: tuple[RollouterState, str] | None = (RollouterState.STARTING, "")
         self._rate = Rate()
         self._lag = LoopLag()
+        self._failures = FailureNotes(lambda: self.board.change())
         self._wakened = asyncio.Event()
         self._prompts: Prompts | None = None
         self._runner: Runner | None = None
@@ -131,6 +133,7 @@ class Pipeline:
             stop_token_ids=stop_token_ids,
             held=lambda: self._follower.held,
             on_change=self.wake,
+            notes=self._failures,
         )
         evaluator = self._evaluator
         self._situation.evaluating = lambda: evaluator.has_precedence
@@ -299,6 +302,7 @@ class Pipeline:
             incarnation=self._admission.incarnation,
             oldest_in_flight_version=None if self.run_in_hand is None else self.run_in_hand.dispatcher.oldest_in_flight(),
             retries_taken=() if self.run_in_hand is None else self.run_in_hand.retries.taken(),
+            failures=self._failures.all(),
         )
 
     def _counts(self) -> RolloutCounts:
@@ -325,7 +329,7 @@ class Pipeline:
             words = f"the bus takes no records: {problem}"
         if in_flight == 0 and holding is not None:
             return RollouterState.AT_LIMIT, words
-        return RollouterState.GENERATING, words
+        return RollouterState.GENERATING, f"{in_flight} in flight, no new ones meanwhile: {words}" if words else ""
 
     # ── inside ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -414,6 +418,7 @@ class Pipeline:
             rebase=self.rebase,
             wake=self.wake,
             on_change=self.board.change,
+            notes=self._failures,
         )
         self.run_in_hand = run
         self._taken_up.set()

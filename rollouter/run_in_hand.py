@@ -17,6 +17,7 @@ from rollouter.admission import Admission
 from rollouter.attempts import Attempts
 from rollouter.bookkeeping import Bookkeeper
 from rollouter.dispatch import Dispatcher, Situation
+from rollouter.failure_notes import FailureNotes
 from rollouter.failures import FailureStreak
 from rollouter.flight import Cockpit
 from rollouter.issues import Issues
@@ -67,6 +68,7 @@ async def take_up(
     rebase: Callable[[], bool],
     wake: Callable[[], None],
     on_change: Callable[[], None],
+    notes: FailureNotes,
 ) -> RunInHand:
     """Open the journal of the trainer's run and go on where it stands; waits for a trainer.
 
@@ -126,6 +128,7 @@ async def take_up(
         ),
         turnstile=runner.turnstile,
         is_current=rebase,
+        notes=notes,
     )
     dispatcher = Dispatcher(
         admission=admission,

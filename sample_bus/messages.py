@@ -143,6 +143,8 @@ class EvaluationResult(Message):
     accuracy: float
     """Mean reward over all samples, 0 to 1 for exact-match tasks."""
     num_samples: int
+    num_failed: int = 0
+    """Rollouts that were given up, and stand in no mean."""
     generating_versions: tuple[int, ...]
     """Versions that sampled tokens of it."""
     seconds: float
@@ -390,6 +392,17 @@ class Recovery(Message):
     """Asked for and not recorded when the process ended; fewer if it ended while they were being generated."""
 
 
+class FailureNote(Message):
+    """Attempts that failed for one reason since the rollouter's process began."""
+
+    reason: str
+    is_evaluation: bool
+    """Of an evaluation's rollouts, not of training's."""
+    count: int
+    first: str
+    """What the first of them said, in one line."""
+
+
 class RollouterStatus(Message):
     """Topic `rollouter`."""
 
@@ -414,6 +427,8 @@ class RollouterStatus(Message):
     """How late its event loop was at most in the last 10 s."""
     recovery: Recovery | None = None
     """None in the first process of a run."""
+    failures: tuple[FailureNote, ...] = ()
+    """In the order in which each reason was first seen."""
 
 
 # ── requests to the trainer ──────────────────────────────────────────────────────────────────────────────────────────

@@ -17,6 +17,7 @@ from sample_bus.messages import (
     Counts,
     EndOfRun,
     EndReason,
+    FailureNote,
     LiveSettingsState,
     Recovery,
     RolloutCounts,
@@ -122,6 +123,30 @@ def test_plain_output_has_one_line_a_step_and_none_twice() -> None:
     assert [line.split("step ")[1].split()[0] for line in lines] == ["1/10", "2/10", "3/10", "4/10"]
     assert "reward 0.400" in lines[-1]
     assert "staleness mean 0.50 max 1" in lines[-1]
+
+
+def test_plain_output_tells_the_first_failure_of_a_reason_at_once_and_then_when_they_have_doubled() -> None:
+    out = io.StringIO()
+    display, run = PlainDisplay(out), _running()
+    for count in (1, 2, 3, 4, 7):
+        note = FailureNote(
+            reason="reward failed", is_evaluation=True, count=count, first="RewardError: " + "x" * 900 + "KeyError: 'a'"
+        )
+        run.see_rollouter(rollouter(failures=(note,)), 1007.0)
+        display.show(run, 1007.0)
+    lines = [line for line in out.getvalue().splitlines() if "failed" in line]
+    assert [line.split("] ")[1].split()[0] for line in lines] == ["1", "2", "4"]
+    assert "1 evaluation attempt failed (reward failed), first: RewardError: xxx" in lines[0]
+    assert lines[0].endswith("KeyError: 'a'")
+
+
+def test_failures_stand_in_the_live_view_the_summary_and_the_status(tmp_path: Path) -> None:
+    run = _running()
+    note = FailureNote(reason="timeout", is_evaluation=False, count=12, first="TimeoutError: 300 s")
+    run.see_rollouter(rollouter(failures=(note,)), 1007.0)
+    said = "12 rollout attempts failed (timeout), first: TimeoutError: 300 s"
+    assert said in _drawn(run)
+    assert said in summary(run, Files(run_dir=tmp_path, png=None), headline="h", now=1010.0)
 
 
 def test_plain_output_says_what_is_waited_for_when_nothing_comes() -> None:

@@ -13,6 +13,7 @@ from rollouter.admission import Admission, HeldVersion
 from rollouter.codec import Codec
 from rollouter.data.sources import Rows
 from rollouter.dispatch import Situation
+from rollouter.failure_notes import FailureNotes
 from rollouter.live import LiveView
 from rollouter.prompts import prepare
 from rollouter.run_in_hand import RunInHand, take_up
@@ -109,6 +110,7 @@ async def open_desk(
         rebase=rebase,
         wake=lambda: None,
         on_change=lambda: None,
+        notes=FailureNotes(),
     )
     rebase()
     admission.take_held(HeldVersion(incarnation="first", policy_version=0))

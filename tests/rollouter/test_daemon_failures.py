@@ -16,6 +16,7 @@ from sample_bus.messages import (
     EvaluationResult,
     Failed,
     RollouterState,
+    RollouterStatus,
 )
 from tests.fakes.fake_engine import Call, generation_of
 from tests.rollouter.stand_in import at_limit, engine_of, make_settings, running_rollouter, stand_in_trainer
@@ -185,5 +186,9 @@ async def test_evaluation_without_a_scored_sample_fails_the_run(tmp_path: Path) 
         await trainer.evaluate(1, 0)
         await trainer.publish(0)
         (failure,) = await trainer.wait_report(Failed)
-        assert "evaluation 1 of version 0: all 64 rollouts failed" in failure.message
+        assert "evaluation 1 of version 0: the first 16 attempts all failed; first: rollout" in failure.message
+        status = trainer.hub.get("rollouter", RollouterStatus)
+        assert status is not None
+        assert status.failures[0].is_evaluation
+        assert status.failures[0].count >= 1
         assert not [report for report in trainer.reports if isinstance(report, EvaluationResult)]

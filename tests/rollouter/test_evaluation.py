@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from rollouter.errors import EvaluationFailed
-from rollouter.evaluation import Tally
+from rollouter.errors import EvaluationFailed, TooManyFailures
+from rollouter.evaluation import HOPELESS_ATTEMPTS, Prospects, Tally
+from rollouter.failures import FailureReason
 from sample_bus.messages import EvaluationRequest
 
 REQUEST = EvaluationRequest(incarnation="t1", request_id=3, policy_version=5)
@@ -25,3 +26,31 @@ def test_nothing_scored_is_no_result() -> None:
         tally.result(REQUEST, seconds=1.0)
     with pytest.raises(EvaluationFailed, match=r"all 8 rollouts failed; first: none ended within evaluation\.timeout_s"):
         Tally(rewards=(), versions=frozenset(), num_failed=8).result(REQUEST, seconds=1.0)
+
+
+def test_an_evaluation_whose_first_attempts_all_fail_ends_at_once() -> None:
+    prospects = Prospects("evaluation 1 of version 0", max_in_a_row=64)
+    for number in range(HOPELESS_ATTEMPTS - 1):
+        prospects.attempt_failed(f"rollout {number}: raised KeyError", FailureReason.REWARD_FAILED)
+    with pytest.raises(EvaluationFailed, match="the first 16 attempts all failed; first: rollout 0: raised KeyError"):
+        prospects.attempt_failed("rollout 15: raised KeyError", FailureReason.REWARD_FAILED)
+
+
+def test_an_evaluation_goes_on_when_something_was_scored_or_an_engine_was_away() -> None:
+    prospects = Prospects("evaluation", max_in_a_row=1000)
+    for _ in range(2 * HOPELESS_ATTEMPTS):
+        prospects.attempt_failed("connection lost", FailureReason.ENGINE_UNAVAILABLE)
+    prospects.attempt_failed("raised", FailureReason.REWARD_FAILED)
+    prospects.succeeded()
+    for _ in range(2 * HOPELESS_ATTEMPTS):
+        prospects.attempt_failed("raised", FailureReason.REWARD_FAILED)
+
+
+def test_rollouts_of_an_evaluation_count_as_failures_in_a_row() -> None:
+    prospects = Prospects("evaluation", max_in_a_row=3)
+    prospects.given_up("a/0", FailureReason.ENGINE_UNAVAILABLE, "lost")
+    prospects.succeeded()
+    prospects.given_up("a/1", FailureReason.ENGINE_UNAVAILABLE, "gone")
+    prospects.given_up("a/2", FailureReason.ENGINE_UNAVAILABLE, "lost")
+    with pytest.raises(TooManyFailures, match=r"3 rollouts failed in a row .*; first: rollout a/1: engine unavailable: gone"):
+        prospects.given_up("a/3", FailureReason.ENGINE_UNAVAILABLE, "lost")
