@@ -20,8 +20,7 @@ from agent_loop.tools import ToolContext
 
 log = structlog.get_logger()
 
-_PONG_WITHIN_S = 2.0
-_METHOD_NOT_FOUND = -32601
+_ANSWERS_WITHIN_S = 2.0
 
 
 class McpServer:
@@ -49,15 +48,15 @@ class McpServer:
         """The tool's text. Raises RuntimeError with the text of a failure, ToolUnavailable when the connection failed."""
         return await self._side.run(  # the deadline is the tool box's; this one only ends what nobody waits for any more
             lambda: self._call(name, dict(arguments)),
-            timeout_s=self._timeout_s + 2 * _PONG_WITHIN_S,
+            timeout_s=self._timeout_s + 2 * _ANSWERS_WITHIN_S,
             what=f"tool {name} of {self.address}",
         )
 
     async def is_lost(self) -> bool:
-        """Whether a call that got no answer got none for the server's sake: it does not even answer a ping. Then it is let go
+        """Whether a call that got no answer got none for the server's sake: it does not even tell its tools. Then it is let go
         of, and started anew at the next call."""
         try:
-            return await self._side.run(self._ping, timeout_s=2 * _PONG_WITHIN_S, what=f"a ping of {self.address}")
+            return await self._side.run(self._is_lost, timeout_s=2 * _ANSWERS_WITHIN_S, what=f"MCP server {self.address}")
         except (ToolUnavailable, TimeoutError):
             return True
 
@@ -92,28 +91,22 @@ class McpServer:
             raise RuntimeError(text)
         return text
 
-    async def _ping(self) -> bool:
+    async def _is_lost(self) -> bool:
         connection = self._connection
         if connection is None or not connection.is_of_this_loop or not connection.is_open:
             return True  # or on its way, and the next call waits for it
         return not await self._answers(connection)
 
     async def _answers(self, connection: _Connection) -> bool:
-        """Whether the server does; if not it is let go of. Its session may have ended with it, so an error is no answer."""
-        from mcp import MCPError
-
+        """Whether the server does; if not it is let go of. Asked for its tools, as every one of its kind can be; an error is no
+        answer: the session may have ended with the server."""
         try:
-            async with asyncio.timeout(_PONG_WITHIN_S):
-                await (await connection.client()).send_ping()
-        except MCPError as error:
-            if error.code == _METHOD_NOT_FOUND:
-                return True
+            async with asyncio.timeout(_ANSWERS_WITHIN_S):
+                await (await connection.client()).session.list_tools()
         except Exception:  # noqa: BLE001 - whatever it was, there is no answer
-            pass
-        else:
-            return True
-        self._let_go(connection)
-        return False
+            self._let_go(connection)
+            return False
+        return True
 
     def _connected(self) -> _Connection:
         found = self._connection

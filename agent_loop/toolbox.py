@@ -233,7 +233,7 @@ class ToolBox:
                 source.removeprefix("mcp:"), start_timeout_s=settings.start_timeout_s, timeout_s=settings.timeout_s
             )
             self._servers.append(server)
-            return _usable(await server.tools(), server.address)
+            return usable(await server.tools(), server.address)
         return load_tools(source)
 
 
@@ -249,7 +249,7 @@ def load_tools(path: str) -> list[Tool]:
     return [_tool(one, path) for one in (found if isinstance(found, (list, tuple)) else [found])]
 
 
-def _usable(tools: Sequence[Tool], address: str) -> list[Tool]:
+def usable(tools: Sequence[Tool], address: str) -> list[Tool]:
     """Those whose arguments can be checked; nobody here can mend the others. Raises ToolError where there is none."""
     usable: list[Tool] = []
     why = ""

@@ -6,10 +6,13 @@ so that it stalls none of them, whatever it does.
 
 from __future__ import annotations
 
+import functools
 import inspect
+import itertools
 import re
+import types
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -18,6 +21,8 @@ import pydantic
 from agent_loop.errors import ToolError
 from agent_loop.side_loop import in_thread
 
+_MAX_ITEMS = 10_000
+"""Of a generator; it may have no end."""
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 
 
@@ -62,40 +67,74 @@ def schema_for_template(tool: Tool) -> dict[str, Any]:
 
 
 class FunctionTool:
-    """A function as a tool: its name, its docstring, and a JSON schema of its type hints.
+    """A function as a tool: its name, its docstring, and a JSON schema of its type hints. Any callable is one: a method, an
+    object with `__call__`, a `functools.partial`. What it is given has the types of its hints.
 
-    A blocking function runs in a thread of its own, so that one that never returns keeps nothing else from running.
+    A blocking function runs in a thread of its own, so that one that never returns keeps nothing else from running. What it
+    returns is waited for if it can be awaited, and gone through if it is a generator.
     """
 
     def __init__(self, function: Callable[..., Any]) -> None:
         """Raises ToolError for a function whose parameters cannot be told to a model."""
         self._function = function
-        self.name = getattr(function, "__name__", type(function).__name__)
+        plain: Any = function.func if isinstance(function, functools.partial) else function
+        self.name = getattr(plain, "__name__", type(plain).__name__)
         if not _NAME.fullmatch(self.name):
             raise ToolError(f"tool {self.name!r}: expected a name of letters, digits, `_`, `.` and `-`")
-        text = inspect.getdoc(function) or ""
+        text = inspect.getdoc(plain) or ""
         self.description = re.split(r"\n\s*(?:Args|Returns|Raises):", text)[0].strip()
-        self._context_name, self.parameters = _schema_of(function, self.name, _told_of(text))
+        target = plain if hasattr(plain, "__globals__") else getattr(plain, "__call__", plain)  # noqa: B004
+        self._is_async = inspect.iscoroutinefunction(plain) or inspect.iscoroutinefunction(target)
+        self._context_name, self.parameters, self._types = _schema_of(function, target, self.name, _told_of(text))
 
     async def call(self, arguments: Mapping[str, Any], context: ToolContext) -> Any:
         """See `Tool.call`."""
-        told = dict(arguments)
+        told = {name: self._types[name].validate_python(value) for name, value in arguments.items()}
         if self._context_name is not None:
             told[self._context_name] = context
-        if inspect.iscoroutinefunction(self._function):
-            return await self._function(**told)
-        return await in_thread(lambda: self._function(**told), name=f"tool-{self.name}")
+        if self._is_async:
+            value = await self._function(**told)
+        else:
+            value = await in_thread(lambda: _all_of(self._function(**told)), name=f"tool-{self.name}")
+        if inspect.isawaitable(value):  # an asynchronous function in another one's dress
+            value = await value
+        if inspect.isasyncgen(value):
+            return [one async for one in _first(value)]
+        return value
 
 
-def _schema_of(function: Callable[..., Any], name: str, told: Mapping[str, str]) -> tuple[str | None, dict[str, Any]]:
-    """(name of the parameter that takes the context, JSON schema of the others)."""
+def _all_of(value: Any) -> Any:
+    return list(itertools.islice(value, _MAX_ITEMS)) if inspect.isgenerator(value) else value
+
+
+async def _first(values: AsyncIterator[Any]) -> AsyncIterator[Any]:
+    number = 0
+    async for one in values:
+        yield one
+        number += 1
+        if number == _MAX_ITEMS:
+            return
+
+
+def _schema_of(
+    function: Callable[..., Any], target: Any, name: str, told: Mapping[str, str]
+) -> tuple[str | None, dict[str, Any], dict[str, pydantic.TypeAdapter[Any]]]:
+    """(name of the parameter that takes the context, JSON schema of the others, their types); the hints are `target`'s."""
+    target = inspect.unwrap(target)
+    hinted = types.SimpleNamespace(
+        __annotations__={key: value for key, value in inspect.get_annotations(target).items() if key != "return"}
+    )
     try:
-        hints = typing.get_type_hints(function, include_extras=True)
+        hints = typing.get_type_hints(hinted, globalns=getattr(target, "__globals__", {}), include_extras=True)
     except (NameError, TypeError) as error:
         raise ToolError(f"tool {name}: its type hints cannot be read: {error}") from error
     context_name = None
     fields: dict[str, Any] = {}
-    for parameter in inspect.signature(function).parameters.values():
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError) as error:
+        raise ToolError(f"tool {name}: its parameters are not known: {error}") from error
+    for parameter in parameters:
         if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
             raise ToolError(f"tool {name}: got the parameter {parameter}, expected ones that can be given by name")
         hint = hints.get(parameter.name)
@@ -108,9 +147,10 @@ def _schema_of(function: Callable[..., Any], name: str, told: Mapping[str, str])
         fields[parameter.name] = (hint, pydantic.Field(default, description=told.get(parameter.name)))
     try:
         schema = pydantic.create_model(name, **fields).model_json_schema()
+        adapters = {one: pydantic.TypeAdapter(hint) for one, (hint, _) in fields.items()}
     except (pydantic.errors.PydanticUserError, NameError, TypeError) as error:
         raise ToolError(f"tool {name}: its parameters have no JSON schema: {error}") from error
-    return context_name, {**_without_titles(schema), "additionalProperties": False}
+    return context_name, {**_without_titles(schema), "additionalProperties": False}, adapters
 
 
 def _without_titles(schema: Any) -> Any:

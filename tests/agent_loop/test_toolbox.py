@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import datetime
+import enum
+import functools
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, Literal
 
+import pydantic
 import pytest
 from aiohttp import web
 from hypothesis import given
@@ -18,7 +22,7 @@ from hypothesis import strategies as st
 from agent_loop.errors import ToolError, ToolUnavailable
 from agent_loop.tool_formats import Call, Malformed
 from agent_loop.tool_text import cut
-from agent_loop.toolbox import Outcome, Result, ToolBox, load_tools
+from agent_loop.toolbox import Outcome, Result, ToolBox, load_tools, usable
 from agent_loop.tools import FunctionTool, ToolContext
 from configs.schema import ToolSettings
 from tests.agent_loop.scripted import Letters
@@ -112,6 +116,81 @@ def test_the_schema_comes_from_type_hints_and_docstring() -> None:
     assert schema["properties"]["kind"]["enum"] == ["web", "news"]
     assert schema["additionalProperties"] is False
     assert set(FunctionTool(add).parameters["properties"]) == {"a", "b"}
+
+
+class Size(enum.Enum):
+    SMALL = "s"
+
+
+class Place(pydantic.BaseModel):
+    city: str
+    size: Size = Size.SMALL
+
+
+def traced(function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        return function(*args, **kwargs)
+
+    return wrapper
+
+
+@traced
+async def find(query: str) -> str:
+    return f"found {query}"
+
+
+class Search:
+    """Looks things up."""
+
+    async def __call__(self, query: str, *, context: ToolContext) -> str:
+        return f"found {query}"
+
+    def again(self, query: str) -> str:
+        return f"found {query}"
+
+
+def rows(query: str) -> Iterator[str]:
+    yield f"found {query}"
+    yield "more"
+
+
+async def lines(query: str) -> AsyncIterator[str]:
+    yield f"found {query}"
+
+
+def twice(query: str, times: int) -> str:
+    return f"found {query}" * times
+
+
+@pytest.mark.parametrize(
+    ("function", "name", "text"),
+    [
+        (find, "find", "found x"),
+        (Search(), "Search", "found x"),
+        (Search().again, "again", "found x"),
+        (functools.partial(twice, times=1), "twice", "found x"),
+        (rows, "rows", '["found x","more"]'),
+        (lines, "lines", '["found x"]'),
+    ],
+)
+async def test_a_tool_is_called_in_whatever_dress_it_comes(function: Callable[..., Any], name: str, text: str) -> None:
+    async with context_of([function]) as box:
+        (result,) = await make(box, call(name, query="x"))
+    assert (result.outcome, result.text) == (Outcome.RETURNED, text)
+
+
+async def test_arguments_have_the_types_of_their_hints() -> None:
+    def tell(size: Size, place: Place, day: datetime.date, many: tuple[int, ...], few: set[str]) -> str:
+        return f"{size.name} {place.city} {place.size.name} {day.year} {many} {few}"
+
+    async with context_of([tell]) as box:
+        arguments = {"size": "s", "place": {"city": "Bern"}, "day": "2024-01-02", "many": [1, 2], "few": ["a"]}
+        fits, fits_not = await make(
+            box, call("tell", **{**arguments, "few": ["a"]}), call("tell", **{**arguments, "size": "x"})
+        )
+    assert fits.text == "SMALL Bern SMALL 2024 (1, 2) {'a'}"
+    assert fits_not.outcome is Outcome.MALFORMED
 
 
 def test_a_function_that_cannot_be_told_to_a_model_is_refused() -> None:
@@ -451,3 +530,59 @@ async def test_a_sandbox_that_is_down_fails_the_rollout() -> None:
 
     with pytest.raises(ToolUnavailable, match="got status 503, expected 200: full"):
         await sandbox(down, retries=1)
+
+
+class FromServer:
+    """`Tool`, as an MCP server's."""
+
+    description = ""
+
+    def __init__(self, name: str, **properties: Any) -> None:
+        self.name = name
+        self.parameters = {"type": "object", "properties": properties}
+
+    async def call(self, arguments: Mapping[str, Any], context: ToolContext) -> Any:
+        return "done"
+
+
+def test_a_servers_tool_whose_arguments_cannot_be_checked_is_left_out() -> None:
+    odd, fine = FromServer("odd", a={"type": "strin"}), FromServer("fine", a={"type": "string"})
+    assert usable([odd, fine], "x") == [fine]
+    with pytest.raises(ToolError, match=r"MCP server x offers no tool that can be used: tool odd: its schema"):
+        usable([odd], "x")
+    with pytest.raises(ToolError, match="tool odd: its schema"):
+        ToolBox(ToolSettings(), [odd])
+
+
+async def test_arguments_that_take_long_to_be_checked_are_checked_beside_the_rollouts() -> None:
+    tool = FromServer("find", text={"type": "string", "pattern": "^(a+)+$"})
+    box = ToolBox(ToolSettings(), [tool])
+    results = await make(box, call("find", text="a" * 60 + "b"), call("find", text="aa"))
+    await box.close()
+    assert [result.outcome for result in results] == [Outcome.MALFORMED, Outcome.RETURNED]
+    assert "do not fit" in results[0].text
+
+
+async def test_what_makes_text_of_a_result_is_called_beside_the_rollouts() -> None:
+    where: list[str] = []
+
+    class Slow:
+        def __str__(self) -> str:
+            where.append(threading.current_thread().name)
+            return "slow"
+
+    class Broken(Exception):
+        def __str__(self) -> str:
+            where.append(threading.current_thread().name)
+            return "broken"
+
+    def give() -> Slow:
+        return Slow()
+
+    def fall() -> None:
+        raise Broken
+
+    async with context_of([give, fall]) as box:
+        results = await make(box, call("give"), call("fall"))
+    assert [result.text for result in results] == ["slow", "Error: Broken: broken"]
+    assert sorted(set(where)) == ["text-give", "words-fall"]
