@@ -58,6 +58,8 @@ class Picture:
     """Pause of generation in ms by (engine, policy version)."""
     notes: dict[str, str] = field(default_factory=dict)
     """What a daemon does, from its log, while it is not on the bus yet."""
+    has_first_evaluation: bool = True
+    """The first version is evaluated before training begins."""
     is_stopping: bool = False
     ended_phases: dict[Phase, float] = field(default_factory=dict)
 
@@ -69,6 +71,7 @@ class Picture:
             num_steps=settings.num_steps,
             max_queued_samples=settings.bus.max_queued_samples,
             started_at=now,
+            has_first_evaluation=settings.evaluation.at_start,
         )
 
     def see_connected(self, now: float) -> None:
@@ -90,6 +93,8 @@ class Picture:
         self.notes.pop("rollouter", None)
         if status.policy_version is not None:
             self.ended_phases.setdefault(Phase.ENGINES, now)
+            if not self.has_first_evaluation:
+                self.ended_phases.setdefault(Phase.EVALUATION, self.ended_phases[Phase.ENGINES])
         for engine in status.engines:
             if engine.last_pause_ms is not None and engine.policy_version is not None:
                 self.pauses[engine.name, engine.policy_version] = engine.last_pause_ms
@@ -128,6 +133,11 @@ class Picture:
     @property
     def evaluations(self) -> tuple[EvaluationResult, ...]:
         return self.trainer.evaluations if self.trainer else ()
+
+    @property
+    def advice(self) -> tuple[str, ...]:
+        """What a person should look at."""
+        return self.trainer.advice if self.trainer else ()
 
     @property
     def failures(self) -> tuple[FailureNote, ...]:

@@ -1,5 +1,5 @@
 """A run as plain lines: one a step, one a change of what the daemons do, one for each reason for which attempts begin to fail
-(again when they have doubled), and one every few seconds of waiting."""
+(again when they have doubled), one for each piece of advice, and one every few seconds of waiting."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ class PlainDisplay:
         self._last_step = 0
         self._num_evaluations = 0
         self._said: dict[str, str] = {}
+        self._advised: set[str] = set()
         self._failures_said: dict[tuple[str, bool], int] = {}
         self._spoke_at: float | None = None
 
@@ -38,6 +39,10 @@ class PlainDisplay:
         for step in sorted(known for known in picture.steps if known > self._last_step):
             self._line(picture, now, step_line(picture, step, now))
             self._last_step = step
+        for words in picture.advice:
+            if words not in self._advised:
+                self._advised.add(words)
+                self._line(picture, now, f"advice: {words}")
         if now - self._spoke_at >= QUIET_S and not picture.is_stopping:
             self._line(picture, now, f"trainer: {trainer_text(picture)}; rollouter: {rollouter_text(picture)}")
 

@@ -118,6 +118,7 @@ def _trainer_rows(state: State, now: float) -> list[tuple[str, str]]:
     if shares_text(trainer.shares):
         rows.append(("trainer's time", shares_text(trainer.shares)))
     rows += [("held-out", evaluation_text(result)) for result in trainer.evaluations[-2:]]
+    rows += [("advice" if index == 0 else "", words) for index, words in enumerate(trainer.advice)]
     return [*rows, *_sample_rows(trainer.counts)]
 
 

@@ -34,6 +34,7 @@ def summary(picture: Picture, files: Files, *, headline: str, now: float) -> str
     rows = [
         *_learning(picture),
         *_books(picture),
+        *(("advice" if index == 0 else "", words) for index, words in enumerate(picture.advice)),
         *(("failures" if index == 0 else "", failure_text(note)) for index, note in enumerate(picture.failures)),
         *_ledger(picture, files.run_dir),
         ("wall time", _phases(picture, now)),

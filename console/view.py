@@ -57,7 +57,7 @@ def is_unicode(console: Console) -> bool:
 def render(picture: Picture, now: float, *, width: int, height: int, unicode: bool = True) -> RenderableType:
     """The whole view. `width` and `height` are the terminal's, in characters."""
     engines = picture.rollouter.engines if picture.rollouter else ()
-    shown = len(engines) + len(picture.evaluations) + 2 * min(len(picture.failures), _MAX_FAILURES)
+    shown = len(engines) + len(picture.evaluations) + 2 * (min(len(picture.failures), _MAX_FAILURES) + len(picture.advice))
     chart_height = min(max(height - 15 - shown, 4), 12)
     return Group(
         _title(picture, now),
@@ -123,6 +123,8 @@ def _figures(picture: Picture, now: float, *, unicode: bool) -> Table:
         )
     for result in picture.evaluations:
         rows.add_row("held-out", evaluation_text(result))
+    for words in picture.advice:
+        rows.add_row("advice", Text(words, style="yellow", overflow="fold", no_wrap=False))
     for note in picture.failures[-_MAX_FAILURES:]:
         rows.add_row("failures", Text(failure_text(note), style="yellow", overflow="fold", no_wrap=False))
     rows.add_row("trainer", trainer_text(picture))

@@ -250,6 +250,8 @@ class TrainerStatus(Message):
     evaluations: tuple[EvaluationResult, ...] = ()
     round: RoundSummary | None = None
     """The newest one; None before the first version is announced."""
+    advice: tuple[str, ...] = ()
+    """What a person should look at, in sentences."""
 
 
 class WeightRound(Message):

@@ -27,6 +27,7 @@ from sample_bus.messages import TrainerState
 from sample_bus.protocols import Consumer, Leased
 from sample_bus.sample import Sample
 from trainer.advantages import group_advantages, turn_advantages
+from trainer.advice import Advisor
 from trainer.aged import weights_of
 from trainer.bias import row_of
 from trainer.checkpoint import DIRECTORY, Part, save_checkpoint
@@ -113,6 +114,7 @@ class TrainingLoop:
         self.policy_version = policy_version
         self._decided = (live.settings, live.revision)
         """Settings and their revision when the intake decided on the newest batch: those of its step."""
+        self._advisor = Advisor()
         self._account = StepAccount(begun_step=first_step, sync_step=self._next_sync_step())
         self._board.set(**self._account.said())
 
@@ -280,6 +282,9 @@ class TrainingLoop:
             samples, report, step=self._step, policy_version=self.policy_version, seconds=seconds, now=time.time()
         )
         self._board.add_step(summary, replayed=replayed)
+        for words in self._advisor.look(samples, self._decided[0], step=self._step):
+            log.warning("advice", says=words, step=self._step)
+            self._board.advise(words)
         counts = self._intake.counts()
         _, revision = self._decided
         row: dict[str, Any] = {

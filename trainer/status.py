@@ -81,6 +81,10 @@ class StatusBoard:
     def add_evaluation(self, result: EvaluationResult) -> None:
         self.set(evaluations=(*self._status.evaluations, result)[-100:])
 
+    def advise(self, words: str) -> None:
+        """Say it to whoever watches."""
+        self.set(advice=(*self._status.advice, words))
+
     async def run(self) -> None:
         """Publish on change until cancelled."""
         while True:

@@ -76,12 +76,14 @@ def metrics_row(samples: Sequence[Sample], summary: StepSummary, report: StepRep
 
 
 def reward_parts(samples: Sequence[Sample]) -> dict[str, float]:
-    """`reward/NAME`: the mean of each part of the reward, over the samples that have it."""
-    names = sorted({name for sample in samples for name in sample.reward_parts})
-    return {
-        f"reward/{name}": float(np.mean([sample.reward_parts[name] for sample in samples if name in sample.reward_parts]))
-        for name in names
-    }
+    """`reward/NAME`: the mean of each part of the reward, over the samples that have it; `reward_share/NAME`: their share of
+    the step's samples."""
+    row: dict[str, float] = {}
+    for name in sorted({name for sample in samples for name in sample.reward_parts}):
+        values = [sample.reward_parts[name] for sample in samples if name in sample.reward_parts]
+        row[f"reward/{name}"] = float(np.mean(values))
+        row[f"reward_share/{name}"] = len(values) / len(samples)
+    return row
 
 
 def loop_counts(samples: Sequence[Sample]) -> dict[str, float]:

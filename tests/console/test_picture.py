@@ -105,3 +105,14 @@ def test_pauses_are_kept_by_engine_and_version() -> None:
     run.see_rollouter(rollouter(), 1.0)
     run.see_rollouter(rollouter(), 2.0)
     assert run.pauses == {("engine-0", 3): 35.0}
+
+
+def test_a_run_whose_settings_ask_for_no_first_evaluation_is_never_said_to_do_one() -> None:
+    run = picture(num_steps=2)
+    run.has_first_evaluation = False
+    run.see_connected(901.0)
+    run.see_trainer(trainer(), 902.0)
+    run.see_rollouter(rollouter(), 905.0)
+    run.see_stopping(910.0)
+    seconds = run.phase_seconds(912.0)
+    assert (seconds[Phase.EVALUATION], seconds[Phase.TRAINING], seconds[Phase.CLOSING]) == (0.0, 5.0, 2.0)

@@ -140,6 +140,18 @@ def test_plain_output_tells_the_first_failure_of_a_reason_at_once_and_then_when_
     assert lines[0].endswith("KeyError: 'a'")
 
 
+def test_advice_is_shown_everywhere_and_once_in_the_lines(tmp_path: Path) -> None:
+    run = _running()
+    run.see_trainer(trainer(last_step=step(4), advice=("look at the rewards",)), 1008.0)
+    out = io.StringIO()
+    display = PlainDisplay(out)
+    display.show(run, 1008.0)
+    display.show(run, 1009.0)
+    assert out.getvalue().count("advice: look at the rewards") == 1
+    assert "look at the rewards" in _drawn(run)
+    assert "look at the rewards" in summary(run, Files(run_dir=tmp_path, png=None), headline="h", now=1010.0)
+
+
 def test_failures_stand_in_the_live_view_the_summary_and_the_status(tmp_path: Path) -> None:
     run = _running()
     note = FailureNote(reason="timeout", is_evaluation=False, count=12, first="TimeoutError: 300 s")

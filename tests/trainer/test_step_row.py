@@ -6,13 +6,19 @@ from tests.fakes.samples import end_to_end, make_sample
 from trainer.step_row import loop_counts, reward_parts
 
 
-def test_each_part_is_averaged_over_the_samples_that_have_it() -> None:
+def test_each_part_is_averaged_over_the_samples_that_have_it_and_their_share_is_told() -> None:
     samples = [
         make_sample(reward_parts={"correct": 1.0, "format": 0.5}),
         make_sample(reward_parts={"correct": 0.0}),
         make_sample(),
+        make_sample(),
     ]
-    assert reward_parts(samples) == {"reward/correct": 0.5, "reward/format": 0.5}
+    assert reward_parts(samples) == {
+        "reward/correct": 0.5,
+        "reward_share/correct": 0.5,
+        "reward/format": 0.5,
+        "reward_share/format": 0.25,
+    }
 
 
 def test_what_agent_loops_counted_is_averaged_over_all_samples() -> None:
