@@ -6,12 +6,14 @@ dense reward. An environment is made for each rollout and runs beside the rollou
 
 from __future__ import annotations
 
+import asyncio
 import importlib
 import inspect
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol, Self
+
+import structlog
 
 from agent_loop.chat import Conversation
 from agent_loop.errors import USER_CODE_FAILURES, LoopError, words_of
@@ -19,7 +21,11 @@ from agent_loop.loop import LoopSetup
 from agent_loop.session import Session
 from agent_loop.side_loop import SideLoop, in_thread
 from agent_loop.task import Task
+from agent_loop.tool_text import clean
+from configs.limits import MAX_REWARD
 from configs.schema import ToolSettings
+
+log = structlog.get_logger()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,7 +41,8 @@ class Step:
 
 
 class Environment(Protocol):
-    """One episode. Made without arguments; `reset` and `step` may be blocking functions or coroutines."""
+    """One episode. Made without arguments; `reset` and `step` may be blocking functions or coroutines. One that holds something
+    (a browser, a container) may have `close()` besides: called once when its episode is over, also where it failed."""
 
     def reset(self, task: Task) -> Any:
         """What the model is shown behind the task's messages, as text; None or empty: nothing."""
@@ -56,6 +63,7 @@ class EnvironmentLoop:
         self._make = make
         self._settings = settings
         self._side = SideLoop("environments", max_stuck=settings.max_concurrent)
+        self._closing: set[asyncio.Task[None]] = set()
 
     @classmethod
     def set_up(cls, setup: LoopSetup) -> Self:
@@ -73,17 +81,27 @@ class EnvironmentLoop:
         return cls(found, setup.tools)
 
     async def close(self) -> None:
+        """Once the environments are closed that are to be."""
+        if self._closing:
+            await asyncio.wait(self._closing, timeout=self._settings.timeout_s)
         self._side.close()
 
     async def run(self, task: Task, session: Session) -> None:
         """See `AgentLoop.run`. Raises TimeoutError when the environment is slower than `tools.timeout_s`."""
         environment = await self._ask(self._make, "an environment's making")
+        try:
+            await self._play(environment, task, session)
+        finally:
+            self._let_go(environment, session.rollout_id)
+
+    async def _play(self, environment: Environment, task: Task, session: Session) -> None:
         shown = await self._ask(lambda: environment.reset(task), "an environment's reset")
+        if shown is not None and not isinstance(shown, str):
+            raise LoopError(f"rollout {session.rollout_id}: got {_named(shown)} from reset, expected text or None")
         messages = list(task.messages or ({"role": "user", "content": task.prompt_text},))
-        num_trusted = len(messages)
         if shown:
-            messages.append({"role": "user", "content": str(shown)})
-        chat = Conversation(session, messages, history=self._settings.history, num_trusted=num_trusted)
+            messages.append({"role": "user", "content": clean(shown)})
+        chat = Conversation(session, messages, history=self._settings.history)
         chat.open()
         session.reward = 0.0
         for _ in range(self._settings.max_turns):
@@ -92,19 +110,39 @@ class EnvironmentLoop:
             if turn.stop_reason == "length":
                 session.count("truncated_turns")
                 return
-            step = await self._ask(lambda action=action: environment.step(action), "an environment's step")  # type: ignore[misc]
-            if not isinstance(step, Step) or not math.isfinite(step.reward):
-                raise LoopError(f"rollout {session.rollout_id}: got {step!r} from the environment, expected a Step")
-            session.reward += step.reward
+            found = await self._ask(lambda action=action: environment.step(action), "an environment's step")  # type: ignore[misc]
+            try:
+                step = checked(found)
+                session.reward = _number(session.reward + step.reward, "the sum of an episode's rewards")
+                if step.reward:
+                    session.reward_turn(step.reward)
+            except LoopError as error:
+                raise LoopError(f"rollout {session.rollout_id}: {error}") from error
             session.reward_parts.update(step.parts)
             session.count("environment_steps")
-            if step.reward:
-                session.reward_turn(step.reward)
             if step.done:
                 return
             if not chat.show([{"role": "user", "content": step.observation}]) or session.room < 1:
                 session.truncate()
                 return
+
+    def _let_go(self, environment: Environment, rollout_id: str) -> None:
+        """Close it, however its episode ended; the rollout neither waits for that nor hears of it."""
+        end: Any = getattr(environment, "close", None)
+        if not callable(end):
+            return
+
+        async def close() -> None:
+            try:
+                await self._ask(end, "an environment's end")
+            except asyncio.CancelledError:
+                raise
+            except BaseException as error:  # noqa: BLE001 - of code that is not ours
+                log.warning("environment was not closed", rollout_id=rollout_id, error=words_of(error))
+
+        closing = asyncio.create_task(close())
+        self._closing.add(closing)
+        closing.add_done_callback(self._closing.discard)
 
     async def _ask(self, function: Callable[[], Any], what: str) -> Any:
         async def work() -> Any:
@@ -112,3 +150,41 @@ class EnvironmentLoop:
             return await found if inspect.isawaitable(found) else found
 
         return await self._side.run(work, timeout_s=self._settings.timeout_s, what=what)
+
+
+def checked(step: Any) -> Step:
+    """What an environment returned, as a step whose numbers are numbers and whose text can be encoded. Raises LoopError."""
+    if not isinstance(step, Step):
+        raise LoopError(f"got {_named(step)} from the environment, expected a Step")
+    observation: Any = step.observation
+    if observation is None and step.done:
+        observation = ""
+    if not isinstance(observation, str):
+        raise LoopError(f"got {_named(observation)} as an observation, expected text")
+    parts: Any = step.parts
+    if not isinstance(parts, Mapping):
+        raise LoopError(f"got {_named(parts)} as the parts of a step's reward, expected numbers by name")
+    return Step(
+        observation=clean(observation),
+        reward=_number(step.reward, "a step's reward"),
+        done=bool(step.done),
+        parts={str(name): _number(value, f"the part {str(name)[:80]!r} of a reward") for name, value in parts.items()},
+    )
+
+
+def _number(value: Any, what: str) -> float:
+    if isinstance(value, (str, bytes)) or value is None:
+        raise LoopError(f"got {_named(value)} as {what}, expected a number")
+    try:
+        number = float(value)
+    except Exception as error:
+        raise LoopError(f"got {_named(value)} as {what}, expected a number: {words_of(error)}") from error
+    if not abs(number) <= MAX_REWARD:
+        raise LoopError(f"got {number} as {what}, expected a number of at most {MAX_REWARD:g}")
+    return number
+
+
+def _named(value: Any) -> str:
+    if value is None or isinstance(value, (bool, float, str)):
+        return repr(value)[:200]
+    return f"a {type(value).__name__}"
