@@ -23,13 +23,14 @@ from configs.paths import bus_address, socket_dir
 from configs.schema import Settings
 from configs.signals import ending_signals
 from console.children import Child, StopTimes, stop
+from console.deaths import Death, death_lines
 from console.display import Display
 from console.follow import follow
 from console.leftovers import MARK, Cleared, Traces, adopting_orphans
 from console.log_tail import last_error, last_event
 from console.metrics_file import read_pauses, read_steps
 from console.picture import Picture
-from console.verdict import Verdict, exit_text, judge
+from console.verdict import Verdict, judge
 
 log = structlog.get_logger()
 
@@ -160,10 +161,22 @@ class _Session:
         return Outcome(
             verdict=judge(self._exit_codes, end=self._picture.end, stopped_by=self._signals.first, left=cleared.left),
             picture=self._picture,
-            deaths=tuple(_death(child) for child in died) if self._signals.first is None else (),
+            deaths=self._deaths(died) if self._signals.first is None else (),
             removed=cleared.removed,
             ended_at=time.time(),
         )
+
+    def _deaths(self, died: Sequence[Child]) -> tuple[str, ...]:
+        deaths = [
+            Death(
+                name=child.name,
+                exit_code=child.exit_code or 0,
+                reason=last_error(child.log_path) or "it wrote nothing",
+                log=child.log_path,
+            )
+            for child in died
+        ]
+        return death_lines(deaths, rollouter_log=self._settings.run_dir / "logs" / "rollouter.log")
 
     async def _until_over(self) -> None:
         """Return when both daemons ended, one died, one did not follow the other, or a signal came."""
@@ -261,11 +274,6 @@ class _Session:
         self._picture.add_steps(read_steps(path, incarnation=incarnation))
         for key, pause in read_pauses(path, incarnation=incarnation).items():
             self._picture.pauses.setdefault(key, pause)
-
-
-def _death(child: Child) -> str:
-    reason = last_error(child.log_path) or "it wrote nothing"
-    return f"{child.name} died ({exit_text(child.exit_code or 0)}): {reason}; log: {child.log_path}"
 
 
 @contextlib.contextmanager

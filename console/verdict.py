@@ -10,6 +10,8 @@ from sample_bus.messages import EndOfRun, EndReason
 
 EXIT_REFUSED = 2
 """How a daemon ends that refuses its settings."""
+ROLLOUTER_SAID = "RolloutFailed: "
+"""What a trainer's last words begin with that ended because the rollouter said that it cannot go on."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,6 +34,8 @@ def judge(
         how = "Ctrl-C" if stopped_by is signal.SIGINT else stopped_by.name
         return _leaving(Verdict(exit_code=128 + stopped_by, headline=f"stopped by {how}"), left)
     died = [f"{name} {exit_text(code)}" for name, code in exit_codes.items() if code]
+    if died and exit_codes.get("rollouter") is None and end is not None and end.message.startswith(ROLLOUTER_SAID):
+        died.insert(0, "rollouter could not go on")
     if died:
         refused = EXIT_REFUSED in exit_codes.values()
         return _leaving(Verdict(exit_code=EXIT_REFUSED if refused else 1, headline=f"failed: {', '.join(died)}"), left)

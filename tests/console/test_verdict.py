@@ -22,6 +22,12 @@ def test_the_first_daemon_to_die_is_named_first() -> None:
     assert (verdict.exit_code, verdict.headline) == (1, "failed: rollouter killed by SIGKILL, trainer exit code 1")
 
 
+def test_a_trainer_that_ends_for_the_rollouter_is_not_named_as_the_cause() -> None:
+    end = EndOfRun(reason=EndReason.FAILED, message="RolloutFailed: EvaluationFailed: no")
+    verdict = judge({"trainer": 1, "rollouter": None}, end=end, stopped_by=None)
+    assert verdict.headline == "failed: rollouter could not go on, trainer exit code 1"
+
+
 def test_a_refused_setting_is_told_apart_from_a_failure() -> None:
     assert judge({"rollouter": 2, "trainer": None}, end=None, stopped_by=None).exit_code == 2
     assert judge({"trainer": 1, "rollouter": 2}, end=None, stopped_by=None).exit_code == 2
