@@ -1,7 +1,7 @@
 """Why daemons died, a line each, the one whose failure it was by name. Pure.
 
-Invariant: where the trainer ended because the rollouter said that it cannot go on, the rollouter is named as the cause, with its
-log.
+Invariant: where the trainer ended because the rollouter said that it cannot go on, the rollouter is named as the cause,
+with its log.
 """
 
 from __future__ import annotations

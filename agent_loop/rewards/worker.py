@@ -71,28 +71,60 @@ def main() -> None:
     except RewardError as error:
         _write(outgoing, Ready(refused=str(error)).encode())
         return
-    _write(outgoing, Ready(forms=tuple(reward.form for reward in rewards)).encode())
     if any(reward.form is Form.ASYNC for reward in rewards):
-        _run(lambda: _serve_concurrently(rewards, incoming, outgoing, start.max_memory_bytes))
+        _run(lambda: _test_and_serve(rewards, incoming, outgoing, start.max_memory_bytes))
     else:
+        _write(outgoing, Ready(forms=tuple(reward.form for reward in rewards)).encode())
         _serve(rewards, incoming, outgoing, start)
 
 
 def self_test(reward: Reward) -> None:
     """Score the known-correct pairs that a function brings as `self_test`: (solution_str, ground_truth), each of which must be
-    above 0. Raises RewardError."""
-    if reward.form is not Form.BLOCKING:
-        return
+    above 0; a batched function gets them all at once, an async one is left to `self_test_async`. Raises RewardError."""
+    replies = self_test_replies(reward)
+    if reward.form is Form.BATCHED and replies:
+        for reply, outcome in zip(replies, call(reward, replies), strict=True):
+            _check_self_test(reward, reply, outcome)
+    elif reward.form is Form.BLOCKING:
+        for reply in replies:
+            _check_self_test(reward, reply, call(reward, [reply])[0])
+
+
+async def self_test_async(reward: Reward) -> None:
+    """The same for an async function, on the event loop that serves, to which it may bind its clients. Raises RewardError."""
+    if reward.form is Form.ASYNC:
+        for reply in self_test_replies(reward):
+            _check_self_test(reward, reply, await call_async(reward, reply))
+
+
+def self_test_replies(reward: Reward) -> list[Reply]:
+    """Of a rollout of one turn; `extra_info` has what every reward is told, and no row's own."""
     function = getattr(reward.function, "func", reward.function)
-    for solution_str, ground_truth in getattr(function, "self_test", ()):
-        reply = Reply(data_source="self test", solution_str=solution_str, ground_truth=ground_truth, extra_info={})
-        (outcome,) = call(reward, [reply])
-        if outcome.score is None or outcome.score.value <= 0:
-            got = outcome.words if outcome.score is None else f"a score of {outcome.score.value:g}"
-            raise RewardError(
-                f"reward {reward.path}: the self test got {got} for {solution_str!r} against {ground_truth!r}, "
-                "expected a score above 0"
-            )
+    return [
+        Reply(
+            data_source="self test",
+            solution_str=solution_str,
+            ground_truth=ground_truth,
+            extra_info={
+                "prompt_text": "",
+                "num_turns": 1,
+                "stop_reason": "stop",
+                "turns": [solution_str],
+                "segments": [solution_str],
+                "turn_segments": [0],
+            },
+        )
+        for solution_str, ground_truth in getattr(function, "self_test", ())
+    ]
+
+
+def _check_self_test(reward: Reward, reply: Reply, outcome: Outcome) -> None:
+    if outcome.score is None or outcome.score.value <= 0:
+        got = outcome.words if outcome.score is None else f"a score of {outcome.score.value:g}"
+        raise RewardError(
+            f"reward {reward.path}: the self test got {got} for {reply.solution_str!r} against {reply.ground_truth!r}, "
+            "expected a score above 0"
+        )
 
 
 def call(reward: Reward, replies: Sequence[Reply]) -> list[Outcome]:
@@ -204,6 +236,19 @@ def _run(serve: Callable[[], Coroutine[Any, Any, None]]) -> None:
 def _end_if_forked(own: int) -> None:
     if os.getpid() != own:
         os._exit(0)  # a reward forked, and its child came back here
+
+
+async def _test_and_serve(
+    rewards: Sequence[Reward], incoming: BinaryIO, outgoing: BinaryIO, max_memory_bytes: int | None
+) -> None:
+    try:
+        for reward in rewards:
+            await self_test_async(reward)
+    except RewardError as error:
+        _write(outgoing, Ready(refused=str(error)).encode())
+        return
+    _write(outgoing, Ready(forms=tuple(reward.form for reward in rewards)).encode())
+    await _serve_concurrently(rewards, incoming, outgoing, max_memory_bytes)
 
 
 async def _serve_concurrently(

@@ -197,6 +197,25 @@ def not_a_number(data_source: str, solution_str: str, ground_truth: Any, extra_i
 not_a_number.self_test = (("right", "right"),)  # type: ignore[attr-defined]
 
 
+async def wrong_later(data_source: str, solution_str: str, ground_truth: Any, extra_info: Any = None) -> float:
+    return 0.0
+
+
+def wrong_together(data_sources: Any, solution_strs: Any, ground_truths: Any, extra_infos: Any) -> list[float]:
+    return [float(solution == truth) for solution, truth in zip(solution_strs, ground_truths, strict=True)]
+
+
+def of_turns(data_source: str, solution_str: str, ground_truth: Any, extra_info: Any = None) -> dict[str, Any]:
+    """Looks at all that a reward is told."""
+    told = [extra_info[name] for name in ("prompt_text", "num_turns", "stop_reason", "turns", "segments", "turn_segments")]
+    return {"score": 1.0, "turn_rewards": [0.0 for _ in told[3]]}
+
+
+wrong_later.self_test = (("right", "right"),)  # type: ignore[attr-defined]
+wrong_together.self_test = (("right", "right"), ("almost", "right"))  # type: ignore[attr-defined]
+of_turns.self_test = (("right", "right"),)  # type: ignore[attr-defined]
+
+
 def by_truth(data_source: str, solution_str: str, ground_truth: Any, extra_info: Any = None) -> Any:
     """Does what the ground truth says; 0.0 for anything else: the reply is wrong."""
     return 0.0 if by_word(data_source, str(ground_truth), "", extra_info) is not None else None

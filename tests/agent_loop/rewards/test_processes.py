@@ -313,6 +313,8 @@ async def test_parts_are_weighed_summed_and_told() -> None:
         ("no_such_module_here:f", {}, "no_such_module_here does not import"),
         (f"{HERE}:length", {"factor": 2}, "does not take"),
         (f"{HERE}:not_a_number", {}, "the self test got a score of 0 for 'right'"),
+        (f"{HERE}:wrong_later", {}, "the self test got a score of 0 for 'right'"),
+        (f"{HERE}:wrong_together", {}, "the self test got a score of 0 for 'almost'"),
     ],
 )
 def test_what_does_not_load_or_fails_its_self_test_is_refused_at_start(
@@ -321,6 +323,10 @@ def test_what_does_not_load_or_fails_its_self_test_is_refused_at_start(
     """B98"""
     with pytest.raises(RewardError, match=words):
         Weighted.open({"": Part(function=function, arguments=arguments)}, RewardSettings())
+
+
+def test_a_self_test_is_told_what_every_reward_is_told() -> None:
+    Weighted.open({"": Part(function=f"{HERE}:of_turns")}, RewardSettings())
 
 
 def test_a_module_that_ends_the_process_or_hangs_at_import_is_refused_at_start(tmp_path: Path) -> None:
