@@ -14,7 +14,8 @@ AgentLoopError
 ├── ToolError                a tool that cannot be used as it is
 │   └── ToolUnavailable      what it needs was not there; may be tried again
 └── LoopError                an agent loop that left no trajectory behind
-    └── Diverged             one that did not repeat what was recorded of it
+    ├── Diverged             one that did not repeat what was recorded of it
+    └── ProgramUnavailable   the program that plays rollouts cannot be started, or ended while it played this one
 """
 
 from __future__ import annotations
@@ -77,6 +78,10 @@ class ToolUnavailable(ToolError):
 
 class LoopError(AgentLoopError):
     """Raised when an agent loop ended without a single generated token."""
+
+
+class ProgramUnavailable(LoopError):
+    """Raised when a program that plays rollouts is not there, whatever they are about. They may be tried again."""
 
 
 class Diverged(LoopError):

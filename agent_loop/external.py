@@ -17,7 +17,7 @@ from typing import Self
 import orjson
 import structlog
 
-from agent_loop.errors import AgentLoopError, LoopError
+from agent_loop.errors import AgentLoopError, LoopError, ProgramUnavailable, words_of
 from agent_loop.gateway.claims import Offer
 from agent_loop.gateway.client import TOKEN_VARIABLE, URL_VARIABLE
 from agent_loop.gateway.program_process import beside_proxies, end_of, run_program
@@ -35,6 +35,8 @@ _GRACE_S = 2.0
 _MAX_BARREN = 3
 """Programs of ours in a row that end without having taken a rollout, after which rollouts fail instead of waiting."""
 _LONGEST_PAUSE_S = 30.0
+_LONG_LOG_BYTES = 64 << 20
+"""A log of a program that is longer when it is started again is put aside; one is kept so."""
 
 
 class External:
@@ -47,12 +49,15 @@ class External:
         self._tools = tools
         self._run_dir = run_dir
         self._gateway = Gateway(settings)
+        self._gateway.on_asked = self._asked
         self._gateway.on_claim = self._claimed
         self._programs: list[asyncio.Task[None]] = []
         self._playing: dict[str, set[Offer]] = {}
         """By the token of who took them."""
-        self._fault: LoopError | None = None
+        self._fault: ProgramUnavailable | None = None
         """Why nothing can be played now."""
+        self._barren = dict.fromkeys(range(settings.num_programs), 0)
+        """Times in a row that each program ended without having taken one of the rollouts that were offered."""
         self._complained_at = 0.0
         self._claimed_at = time.monotonic()
 
@@ -87,6 +92,7 @@ class External:
 
     async def close(self) -> None:
         self._gateway.claims.end()
+        self._gateway.claims.fail_all(ProgramUnavailable("the rollouter ends"))
         for program in self._programs:
             program.cancel()
         if self._programs:
@@ -98,7 +104,7 @@ class External:
         """See `AgentLoop.run`. Raises LoopError when the program fails or falls silent, Unscored when it leaves no reward that
         was asked of it, and what the engine raised."""
         if self._fault is not None:
-            raise LoopError(str(self._fault))
+            raise ProgramUnavailable(str(self._fault))
         told = task_of(task)
         served = self._gateway.open(session, branches_of(session, self._tools))
         offer = Offer(task=told, served=served)
@@ -117,6 +123,9 @@ class External:
                 players.discard(offer)
         finally:
             self._gateway.claims.withdraw(offer)
+            for unheard in (offer.taken, offer.ended):
+                if unheard.done() and not unheard.cancelled():
+                    unheard.exception()
             await self._gateway.close(served)
         if served.failure is not None:
             raise served.failure
@@ -156,44 +165,56 @@ class External:
 
     # ── programs of ours ─────────────────────────────────────────────────────────────────────────────────────────────
 
+    def _asked(self) -> None:
+        self._fault = None
+
     def _claimed(self, token: str) -> None:
         self._claimed_at = time.monotonic()
-        self._fault = None
         self._playing.setdefault(token, set())
 
     async def _keep(self, number: int) -> None:
         """Start program `number`, and start it again whenever it ends."""
-        barren = 0
-        path = self._run_dir / "logs" / f"program-{number}.log"
-        path.parent.mkdir(parents=True, exist_ok=True)
+        num_ends = 0
         while True:
             token = secrets.token_urlsafe(24)
             self._gateway.claim_tokens.add(token)
             try:
-                why = await self._play(number, token, path)
+                why = await self._play(number, token)
+            except (AgentLoopError, OSError) as error:
+                why = words_of(error)
             finally:
                 self._gateway.claim_tokens.discard(token)
             took = self._playing.pop(token, None)
             for offer in took or ():
                 if not offer.ended.done():
-                    offer.ended.set_exception(LoopError(f"rollout {offer.served.session.rollout_id}: {why}"))
-            barren = barren + 1 if took is None else 0
-            pause_s = min(_LONGEST_PAUSE_S, 0.5 * 2**barren) if barren else 0.0
+                    rollout_id = offer.served.session.rollout_id
+                    offer.ended.set_exception(ProgramUnavailable(f"rollout {rollout_id}: {why}"))
+            num_ends = num_ends + 1 if took is None else 0
+            if took is not None:
+                self._barren[number] = 0
+            elif self._gateway.claims.num_offers or self._fault is not None:
+                self._barren[number] += 1
+            pause_s = min(_LONGEST_PAUSE_S, 0.5 * 2**num_ends) if num_ends else 0.0
             log.warning("program ended", program=number, why=why, failed_rollouts=len(took or ()), again_in_s=pause_s)
-            if barren >= _MAX_BARREN:
-                self._fault = LoopError(f"gateway.command ended {barren} times without taking a rollout: {why}")
-                self._gateway.claims.fail_all(self._fault)
+            self._judge(why)
             await asyncio.sleep(pause_s)
 
-    async def _play(self, number: int, token: str, path: Path) -> str:
-        """How it ended."""
+    def _judge(self, why: str) -> None:
+        """Rollouts fail while no program is able to take one, instead of waiting."""
+        if min(self._barren.values()) >= _MAX_BARREN and not self._gateway.claims.num_waiting:
+            self._fault = ProgramUnavailable(f"gateway.command ends each time without taking a rollout: {why}")
+            self._gateway.claims.fail_all(self._fault)
+
+    async def _play(self, number: int, token: str) -> str:
+        """How it ended. Raises LoopError when it cannot be started, OSError when its log cannot be written."""
+        path = self._run_dir / "logs" / f"program-{number}.log"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.exists() and path.stat().st_size > _LONG_LOG_BYTES:
+            path.replace(path.with_suffix(".log.1"))
         variables = {URL_VARIABLE: self._gateway.base, TOKEN_VARIABLE: token, **beside_proxies(self._gateway.host)}
         with path.open("ab") as file:
             log.info("program starts", program=number, command=list(self._settings.command), log=str(path))
-            try:
-                ended = await run_program(self._settings.command, variables, into=file, grace_s=_GRACE_S)
-            except AgentLoopError as error:
-                return str(error)
+            ended = await run_program(self._settings.command, variables, into=file, grace_s=_GRACE_S)
         with path.open("rb") as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - 4096))
             return f"the program ended with status {ended.status}: {end_of(file.read())!r} ({path})"

@@ -6,7 +6,9 @@ never becomes a reward of 0.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import os
 import tempfile
 from collections.abc import Iterator
 from typing import Any, Self
@@ -30,6 +32,8 @@ from configs.schema import GatewaySettings, ToolSettings
 
 log = structlog.get_logger()
 
+_PROGRAMS_PER_CORE = 4
+_LEAST_PROGRAMS = 8
 _MAX_VARIABLE_BYTES = 100_000
 """Linux takes no variable of more than 128 KiB (execve(2), MAX_ARG_STRLEN)."""
 
@@ -43,6 +47,8 @@ class Program:
         self._settings = settings
         self._tools = tools
         self._gateway = Gateway(settings)
+        cores = len(os.sched_getaffinity(0))
+        self._places = asyncio.Semaphore(settings.max_programs or max(_LEAST_PROGRAMS, _PROGRAMS_PER_CORE * cores))
 
     @classmethod
     def set_up(cls, setup: LoopSetup) -> Self:
@@ -62,7 +68,17 @@ class Program:
         """See `AgentLoop.run`. Raises LoopError when the program fails, Unscored when it leaves no reward that was asked of it,
         and what the engine raised."""
         told = task_of(task)
-        served = self._gateway.open(session, branches_of(session, self._tools))
+        branches = branches_of(session, self._tools)
+        if session.deadline is not None:
+            session.deadline.hold()
+        async with self._places:
+            if session.deadline is not None:
+                session.deadline.begin()
+            await self._play(told, session, branches)
+        check_reward(session, self._settings)
+
+    async def _play(self, told: Any, session: Session, branches: Branches) -> None:
+        served = self._gateway.open(session, branches)
         try:
             facts = facts_of(served, self._gateway.url(served))
             variables = {
@@ -82,7 +98,6 @@ class Program:
             raise LoopError(f"rollout {session.rollout_id}: the program ended with status {ended.status}: {ended.words!r}")
         if session.reward is None and self._settings.reward == "last_line":
             session.reward, session.reward_parts = _last_line(ended.output, session.rollout_id)
-        check_reward(session, self._settings)
 
 
 async def listen(gateway: Gateway, settings: GatewaySettings) -> None:
@@ -105,7 +120,7 @@ def task_of(task: Task) -> Any:
     told = {
         "task_id": task.task_id,
         "prompt": task.prompt_text,
-        "messages": [dict(message) for message in task.messages],
+        "messages": [dict(message) for message in task.messages] or [{"role": "user", "content": task.prompt_text}],
         "ground_truth": task.ground_truth,
         "data_source": task.data_source,
         "extra_info": dict(task.extra_info),

@@ -176,6 +176,11 @@ class Session:
         self._forks.append(fork)
         return fork
 
+    def drop(self, fork: Session) -> None:
+        """Forget a fork of this one in which nothing was sampled; another one stays."""
+        if not fork.segments():
+            self._forks = [one for one in self._forks if one is not fork]
+
     def _cut(self, num_tokens: int) -> None:
         kept = self.tokens[:num_tokens]
         if self._segment.is_trained:

@@ -509,6 +509,13 @@ class GatewaySettings(Section):
         description="A program and its arguments: with agent_loop=program it is started for each rollout; with external it is "
         "started once and takes rollouts by POST /sessions (empty: programs that run elsewhere do).",
     )
+    max_programs: int | None = Field(
+        None,
+        ge=1,
+        le=65536,
+        description="With agent_loop=program: programs that run at once, the rollouts beyond wait; null: 4 for each core, and "
+        "8 at least.",
+    )
     num_programs: int = Field(1, ge=1, le=1024, description="With agent_loop=external: copies of the program.")
     claim_wait_s: float = Field(
         20.0, ge=0, le=600, description="How long a program that asks for a rollout waits for one; then 429."

@@ -17,6 +17,7 @@ from agent_loop.errors import (
     EngineUnavailable,
     LoopError,
     NoRoom,
+    ProgramUnavailable,
     RequestRefused,
     RewardError,
     RewardTimeout,
@@ -44,6 +45,7 @@ class FailureReason(StrEnum):
     UNSCORED = "unscored"
     """The reward gave None."""
     TOOL_UNAVAILABLE = "tool unavailable"
+    PROGRAM_UNAVAILABLE = "program unavailable"
     """A tool's infrastructure failed as often as it was asked: a sandbox, an MCP server."""
     NO_ROOM = "no room"
     AGENT_LOOP_FAILED = "agent loop failed"
@@ -80,7 +82,12 @@ NO_FAULT = frozenset(
 """Given up for what happened elsewhere."""
 
 _INFRASTRUCTURE = frozenset(
-    {FailureReason.ENGINE_UNAVAILABLE, FailureReason.REWARD_UNAVAILABLE, FailureReason.TOOL_UNAVAILABLE}
+    {
+        FailureReason.ENGINE_UNAVAILABLE,
+        FailureReason.REWARD_UNAVAILABLE,
+        FailureReason.TOOL_UNAVAILABLE,
+        FailureReason.PROGRAM_UNAVAILABLE,
+    }
 )
 
 TASK_FAULT = frozenset(FailureReason) - NO_FAULT - _INFRASTRUCTURE
@@ -99,6 +106,7 @@ _REASONS: tuple[tuple[type[BaseException], FailureReason], ...] = (
     (RewardError, FailureReason.REWARD_FAILED),
     (ToolUnavailable, FailureReason.TOOL_UNAVAILABLE),
     (NoRoom, FailureReason.NO_ROOM),
+    (ProgramUnavailable, FailureReason.PROGRAM_UNAVAILABLE),
     (LoopError, FailureReason.AGENT_LOOP_FAILED),
     (WireError, FailureReason.BAD_SAMPLE),
     (SampleTooLarge, FailureReason.SAMPLE_TOO_LARGE),

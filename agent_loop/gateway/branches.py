@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from agent_loop.chat import Conversation, Said, read_turn
 from agent_loop.engine import Generation
-from agent_loop.errors import AgentLoopError, NoRoom
+from agent_loop.errors import AgentLoopError, NoRoom, words_of
 from agent_loop.gateway.asks import Ask, Refusal
 from agent_loop.gateway.text_asks import TextAsk
 from agent_loop.session import Session
@@ -107,6 +107,7 @@ class _Text:
         self._text: str | None = None
         """All of it as the program has it; None where it began with token ids."""
         self._said: Said | None = None
+        self._was_cut = False
 
     @property
     def extent(self) -> int:
@@ -114,10 +115,15 @@ class _Text:
         return self.session.num_tokens
 
     def goes_on(self, ask: TextAsk) -> bool:
+        # One that was cut may be asked to go on as it is.
+        at_least = 0 if self._said is not None and not self._said.end and self._was_cut else 1
         if isinstance(ask.prompt, str):
-            return bool(self._text) and len(ask.prompt) > len(self._text or "") and ask.prompt.startswith(self._text or "")
+            text = self._text
+            return text is not None and len(ask.prompt) >= len(text) + at_least and ask.prompt.startswith(text)
         tokens = self.session.tokens
-        return len(ask.prompt) > tokens.size and np.array_equal(np.array(ask.prompt[: tokens.size], np.int32), tokens)
+        if len(ask.prompt) < tokens.size + at_least:
+            return False
+        return np.array_equal(np.array(ask.prompt[: tokens.size], np.int32), tokens)
 
     def open(self, ask: TextAsk) -> bool:
         if isinstance(ask.prompt, str):
@@ -141,11 +147,13 @@ class _Text:
             ids = ask.prompt[self.session.num_tokens :]
             if len(ids) > self.session.room:
                 return False
+            self._text = None
         self.session.append(ids)
         return True
 
     def took(self, turn: Generation) -> str:
         self._said = read_turn(self._codec, self.session.tokens[: -turn.token_ids.size], turn)
+        self._was_cut = turn.stop_reason == "length"
         if self._text is not None:
             self._text += self._said.content
         return self._said.content
@@ -209,9 +217,11 @@ class Branches:
             branch.busy = False
             if found is None:
                 self._give_back(session)
-            if not isinstance(error, AgentLoopError):
+            if isinstance(error, Refusal) or not isinstance(error, Exception):
                 raise
-            raise Refusal(400, str(error), code="invalid_messages", param="messages") from error
+            # A template or a tokenizer may raise anything at what a program sends: nothing was sampled, the rollout goes on.
+            why = str(error) if isinstance(error, AgentLoopError) else f"the messages cannot be encoded: {words_of(error)}"
+            raise Refusal(400, why, code="invalid_messages", param="messages") from error
         if found is None:
             if session.room < 1:
                 self._give_back(session)
@@ -249,7 +259,9 @@ class Branches:
         self._give_back(branch.session)
 
     def _give_back(self, session: Session) -> None:
-        if session is self._root and not self._root.num_turns:
+        if session is not self._root:
+            self._root.drop(session)
+        elif not self._root.num_turns:
             self._root_taken = False
 
     def _answer(

@@ -44,6 +44,11 @@ class Claims:
     def num_offers(self) -> int:
         return sum(offer.is_open for offer in self._offers)
 
+    @property
+    def num_waiting(self) -> int:
+        """Programs that wait for a rollout."""
+        return sum(not waiter.done() for waiter in self._waiting)
+
     def offer(self, offer: Offer, *, first: bool = False) -> None:
         """`first`: before all others."""
         while self._waiting:

@@ -20,6 +20,8 @@ URL_VARIABLE = "HEADRACE_GATEWAY_URL"
 TOKEN_VARIABLE = "HEADRACE_GATEWAY_TOKEN"
 _PATIENCE_S = 60.0
 """How long a gateway that does not answer is asked again."""
+_WAIT_S = 20.0
+"""How long one request for a rollout waits for one."""
 _MAX_WORDS = 400
 
 
@@ -48,7 +50,7 @@ async def serve_rollouts(
     concurrency: int = 16,
     address_file: str | os.PathLike[str] | None = None,
 ) -> None:
-    """Play rollouts, so many at once, until the run is over.
+    """Play rollouts, so many at once, until the rollouter has ended and none comes in its place for a minute.
 
     Its address is taken from the environment (a program that the rollouter started has it there) or from `address_file`, the
     run's `gateway.json`, which is read each time: a rollouter that comes again listens elsewhere. What `play` raises fails its
@@ -74,29 +76,33 @@ def _address(file: str | os.PathLike[str] | None) -> tuple[str, str]:
     try:
         return os.environ[URL_VARIABLE], os.environ[TOKEN_VARIABLE]
     except KeyError as error:
-        raise GatewayLost(f"no gateway: {error.args[0]} is not set, and no address_file was given") from None
+        raise GatewayLost(
+            f"no gateway: {error.args[0]} is not set (the rollouter sets it for gateway.command), and no address_file was given "
+            "(RUN_DIR/gateway.json of a run on this host)"
+        ) from None
 
 
 async def _work(
     http: aiohttp.ClientSession, address_file: str | os.PathLike[str] | None, play: Callable[[Rollout], Awaitable[Reward]]
 ) -> None:
     silent_since: float | None = None
+    is_ending = False
     clock = asyncio.get_running_loop().time
     while True:
         try:
             url, token = _address(address_file)
-            status, found, wait_s = await _post(http, f"{url}/sessions", token, {})
+            status, found, wait_s = await _post(http, f"{url}/sessions", token, {"wait_s": _WAIT_S})
         except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as error:  # ValueError: no address, no answer of ours
             silent_since = silent_since or clock()
+            if clock() - silent_since > _PATIENCE_S and is_ending:
+                return
             if clock() - silent_since > _PATIENCE_S:
                 raise GatewayLost(f"no gateway answered for {_PATIENCE_S:g} s: {error!r}") from error
             await asyncio.sleep(1.0)
             continue
-        silent_since = None
+        silent_since, is_ending = None, status == 503
         if status in (429, 503):
             await asyncio.sleep(wait_s)
-        elif status == 410:
-            return
         elif status != 200:
             raise GatewayLost(f"{url} refused a rollout with status {status}: {found}")
         else:
@@ -106,18 +112,38 @@ async def _work(
 async def _play(http: aiohttp.ClientSession, found: Any, play: Callable[[Rollout], Awaitable[Reward]]) -> None:
     rollout = Rollout(task=found["task"], base_url=found["base_url"], api_key=found["api_key"])
     try:
-        reward = await play(rollout)
-        body: Any = reward if isinstance(reward, Mapping) else {"reward": None if reward is None else float(reward)}
+        body = _body(await play(rollout))
+    except asyncio.CancelledError:
+        task = asyncio.current_task()
+        if task is not None and task.cancelling():
+            raise
+        body = {"error": "something in it was cancelled"}
     except Exception as error:  # noqa: BLE001 - an agent is a program of its author: it may raise anything
         words = " ".join(f"{type(error).__name__}: {error}".split())[:_MAX_WORDS]
         sys.stderr.write(f"rollout of {rollout.task.get('task_id')} failed: {words}\n")
         body = {"error": words}
     try:
         status, said, _ = await _post(http, found["end_url"], rollout.api_key, body)
-    except (aiohttp.ClientError, TimeoutError, OSError) as error:
+        if status == 400:
+            await _post(http, found["end_url"], rollout.api_key, {"error": f"its end was refused: {said}"[:_MAX_WORDS]})
+    except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as error:
         status, said = 0, str(error)
     if status not in (200, 410):  # 410: its deadline was over before
         sys.stderr.write(f"the end of {rollout.task.get('task_id')} was not taken: status {status}: {said}\n")
+
+
+def _body(reward: Reward) -> dict[str, Any]:
+    """Plain data. Raises what odd rewards raise."""
+    if reward is None:
+        return {}
+    if not isinstance(reward, Mapping):
+        return {"reward": float(reward)}
+    parts = reward.get("parts") or {}
+    value = reward.get("reward")
+    return {
+        "reward": None if value is None else float(value),
+        "parts": {str(name): float(part) for name, part in parts.items()},
+    }
 
 
 async def _post(http: aiohttp.ClientSession, url: str, token: str, body: Any) -> tuple[int, Any, float]:

@@ -8,6 +8,7 @@ from typing import Any
 
 import orjson
 from aiohttp import web
+from aiohttp.web_protocol import RequestPayloadError
 
 from agent_loop.gateway.asks import Refusal
 from configs.limits import MAX_REWARD
@@ -17,11 +18,13 @@ _MAX_PARTS = 64
 
 
 async def body_of(request: web.Request) -> bytes:
-    """Raises Refusal (413)."""
+    """Raises Refusal (400, 413)."""
     try:
         return await request.read()
     except web.HTTPRequestEntityTooLarge as error:
         raise Refusal(413, f"got a body of more than {MAX_BODY_BYTES} bytes", code="too_large") from error
+    except (web.HTTPException, RequestPayloadError) as error:
+        raise Refusal(400, f"got a body that cannot be read: {error}", code="invalid_body") from error
 
 
 def parsed(body: bytes) -> Any:

@@ -8,23 +8,26 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import os
 import secrets
+import shutil
 import signal
 import sys
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-from agent_loop.errors import LoopError
+from agent_loop.errors import ProgramUnavailable
 from agent_loop.rewards.process import kill_tree
 from configs.parent_death import die_with
 
+_SETPRIV = shutil.which("setpriv")
 _KEPT_BYTES = 1 << 16
 _SHOWN_BYTES = 500
 _REST_S = 0.5
-"""How long what a program left may hold its output open before it is looked for."""
+"""For output on its way."""
 _PROXIES = ("NO_PROXY", "no_proxy")
 _MARK_VARIABLE = "HEADRACE_PROGRAM_MARK"
 """A number drawn for each program: by it everything that it started is known."""
@@ -53,7 +56,7 @@ async def run_program(
     there is one.
 
     A command `python` is the Python that this process runs on. Cancelled, the program is asked to end by SIGTERM where it has
-    `grace_s` for it, and then killed. Raises LoopError when it cannot be started.
+    `grace_s` for it, and then killed. Raises ProgramUnavailable when it cannot be started.
     """
     mark = secrets.token_hex(16)
     async with contextlib.AsyncExitStack() as stack:
@@ -62,26 +65,41 @@ async def run_program(
             output, errors = [await stack.enter_async_context(_tail()) for _ in range(2)]
         try:
             process = await asyncio.create_subprocess_exec(
-                *(sys.executable if command[0] == "python" else command[0], *command[1:]),
+                *_dying_with_this(sys.executable if command[0] == "python" else command[0], *command[1:]),
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=into if output is None else output.end,
                 stderr=asyncio.subprocess.STDOUT if errors is None else errors.end,
                 env={**os.environ, **variables, _MARK_VARIABLE: mark},
                 start_new_session=True,
-                preexec_fn=die_with(os.getpid(), signal.SIGKILL),
+                preexec_fn=None if _SETPRIV else die_with(os.getpid(), signal.SIGKILL),
             )
         except OSError as error:
-            raise LoopError(f"gateway.command: {command[0]} cannot be started: {error.strerror or error}") from error
+            raise ProgramUnavailable(f"gateway.command: {command[0]} cannot be started: {error.strerror or error}") from error
         try:
             status = await process.wait()
         finally:
-            if process.returncode is None and grace_s > 0:
-                await _ask_to_end(process, grace_s)
-            await asyncio.to_thread(kill_tree, process.pid, is_reaped=process.returncode is not None)
+            try:
+                if process.returncode is None and grace_s > 0:
+                    await _ask_to_end(process, grace_s)
+            finally:  # also where who waits for the end has no patience
+                await asyncio.shield(asyncio.to_thread(_kill_all, process.pid, process.returncode is not None, mark))
         if output is None or errors is None:
             return Ended(status=status)
-        kept = [await tail.rest(lambda: _kill_marked(mark)) for tail in (output, errors)]
+        kept = [await tail.rest() for tail in (output, errors)]
         return Ended(status=status, output=kept[0], errors=kept[1])
+
+
+def _dying_with_this(*command: str) -> tuple[str, ...]:
+    """The command, killed when this process ends. What Python runs between fork and exec makes it copy this process first,
+    which holds up the event loop; so util-linux's setpriv does it where it is installed.
+
+    Raises FileNotFoundError, as exec would, for a command that is not there.
+    """
+    if _SETPRIV is None:
+        return command
+    if shutil.which(command[0]) is None:
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), command[0])
+    return (_SETPRIV, "--pdeathsig", "KILL", "--", *command)
 
 
 def beside_proxies(host: str) -> dict[str, str]:
@@ -103,8 +121,10 @@ async def _ask_to_end(process: asyncio.subprocess.Process, grace_s: float) -> No
             await process.wait()
 
 
-def _kill_marked(mark: str) -> None:
-    """Kill what went into a session of its own: it still has the variable that only this program was given."""
+def _kill_all(pid: int, is_reaped: bool, mark: str) -> None:
+    """Kill the program, everything below it, and what went into a session of its own: that still has the variable which only
+    this program was given. Takes some milliseconds."""
+    kill_tree(pid, is_reaped=is_reaped)
     given = f"{_MARK_VARIABLE}={mark}".encode()
     for place in Path("/proc").iterdir():
         if place.name.isdigit():
@@ -124,13 +144,10 @@ class _Tail:
         self._kept = bytearray()
         self._reading = asyncio.create_task(self._keep(reader))
 
-    async def rest(self, look_for_holders: Callable[[], None]) -> bytes:
-        """The end of what was written; the program has ended."""
+    async def rest(self) -> bytes:
+        """The end of what was written; the program and all that it started have ended."""
         self._give()
         await asyncio.wait((self._reading,), timeout=_REST_S)
-        if not self._reading.done():
-            await asyncio.to_thread(look_for_holders)
-            await asyncio.wait((self._reading,), timeout=_REST_S)
         return bytes(self._kept)
 
     def close(self) -> None:

@@ -42,7 +42,7 @@ class Responses:
         if shape is not None and (not isinstance(shape, Mapping) or shape.get("type") != "text"):
             raise refused("text.format", f"got {shape!r}, and only text samples what is trained")
         before = body.get("previous_response_id")
-        if before is not None and before not in self._told:
+        if before is not None and (not isinstance(before, str) or before not in self._told):
             raise Refusal(
                 404, f"got {before!r}, no response of this session", code="unknown_response", param="previous_response_id"
             )
@@ -52,6 +52,8 @@ class Responses:
             messages.insert(0, {"role": "system", "content": text_of(instructions, "instructions")})
         tools = () if body.get("tool_choice") == "none" else _tools(body.get("tools") or [])
         include = body.get("include") or []
+        if not isinstance(include, list):
+            raise refused("include", f"got {include!r}, expected a list")
         return Ask(
             messages=tuple(messages),
             tools=tools,

@@ -28,8 +28,6 @@ from configs.schema import GatewaySettings
 
 log = structlog.get_logger()
 
-_REPEATABLE = 32
-"""Answered calls of one session that may be repeated."""
 _REPEATED_WITHIN_S = 15.0
 """A client that hung up asks again within this time, or never."""
 
@@ -77,6 +75,11 @@ class _Call:
     is_told: bool = False
     """Whether one of them got it."""
 
+    @property
+    def is_deserted(self) -> bool:
+        """Whether its client hung up before it got the answer: only such a call is repeated."""
+        return not self.is_told and not self.num_waiting
+
 
 class ServedSession:
     """Of one rollout; belongs to the server."""
@@ -97,7 +100,7 @@ class ServedSession:
         self._settings = settings
         self._num_calls = 0
         self._calls: list[_Call] = []
-        """Those that run, those that nobody got yet, and the last ones that were answered: each may be repeated."""
+        """Those that run, and those that ended and that nobody got yet."""
         self._closed = False
 
     @property
@@ -115,7 +118,7 @@ class ServedSession:
             raise over()
         self.used_at = time.monotonic()
         key = xxhash.xxh3_64_intdigest(body, seed=xxhash.xxh32_intdigest(interface.prefix.encode()))
-        call = next((one for one in reversed(self._calls) if one.key == key), None) if is_repeat else None
+        call = next((one for one in self._calls if one.key == key and one.is_deserted), None) if is_repeat else None
         if call is None:
             call = self._begin(interface, body, key)
         else:
@@ -140,6 +143,7 @@ class ServedSession:
             self.failed.set()
             raise Refusal(500, "the engine failed, and with it the rollout", code="rollout_failed")
         call.is_told = True
+        self._calls = [one for one in self._calls if one is not call]
         return call.answering.result()
 
     async def close(self) -> None:
@@ -164,8 +168,6 @@ class ServedSession:
         self._num_calls += 1
         call = _Call(key=key, answering=asyncio.ensure_future(self._answer(interface, ask, body)))
         call.answering.add_done_callback(lambda answering: self._forget_failed(call))
-        answered = [one for one in self._calls if one.is_told]
-        self._calls = [one for one in self._calls if not one.is_told or one in answered[-_REPEATABLE:]]
         self._calls.append(call)
         return call
 

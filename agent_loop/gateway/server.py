@@ -6,6 +6,7 @@ gateway's token.
 
 from __future__ import annotations
 
+import contextlib
 import secrets
 import time
 from collections import deque
@@ -15,7 +16,7 @@ from typing import Any
 import structlog
 from aiohttp import web
 
-from agent_loop.errors import LoopError
+from agent_loop.errors import LoopError, words_of
 from agent_loop.gateway.asks import Refusal, Rules
 from agent_loop.gateway.branches import Branches
 from agent_loop.gateway.claims import Claims, Offer
@@ -49,6 +50,8 @@ class Gateway:
         self.claims = Claims()
         self.claim_tokens: set[str] = set()
         """Whoever has one may take rollouts."""
+        self.on_asked: Callable[[], None] = lambda: None
+        """Called when a program asks for a rollout."""
         self.on_claim: Callable[[str], None] = lambda token: None
         """Told the token of each program that takes a rollout."""
 
@@ -119,13 +122,17 @@ class Gateway:
                 reply = await served.call(interface, await body_of(request), is_repeat=is_repeat)
             except Refusal as refusal:
                 return told_refusal(refusal)
+            except Exception as error:  # noqa: BLE001 - a request that nobody thought of; the rollout goes on
+                log.warning("a request failed in the gateway", path=request.path, error=words_of(error))
+                return told_refusal(Refusal(500, f"the gateway failed: {words_of(error)}", code="internal_error"))
             if not reply.ask.stream:
                 return told(reply.whole())
             response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
-            await response.prepare(request)
-            for event in reply.events():
-                await response.write(event)
-            await response.write_eof()
+            with contextlib.suppress(ConnectionError):  # the client hung up
+                await response.prepare(request)
+                for event in reply.events():
+                    await response.write(event)
+                await response.write_eof()
             return response
 
         return call
@@ -175,6 +182,7 @@ class Gateway:
             token = next((one for one in self.claim_tokens if secrets.compare_digest(given, one.encode())), None)
             if token is None:
                 raise Refusal(401, "got another api key than the gateway's token", code="invalid_api_key")
+            self.on_asked()
             body = await body_of(request)
             asked: Any = parsed(body) if body else {}
             wait_s = asked.get("wait_s", self._settings.claim_wait_s) if isinstance(asked, Mapping) else None
@@ -183,7 +191,7 @@ class Gateway:
                 raise Refusal(400, why, code="invalid_body", param="wait_s")
             offer = await self._claimed(request, min(float(wait_s), self._settings.claim_wait_s))
             if offer is None and self.claims.is_over:
-                raise Refusal(410, "the run is over", code="run_over")
+                raise Refusal(503, "the rollouter ends", code="closing", retry_after_s=1)
             if offer is None:
                 raise Refusal(429, "no rollout waits to be taken", code="no_rollout", retry_after_s=1)
         except Refusal as refusal:

@@ -267,7 +267,8 @@ async def test_a_program_of_python_serves_rollouts_in_a_few_lines(tmp_path: Path
         played = [asyncio.create_task(loop.run(task, session)) for task, session in zip(tasks, sessions, strict=True)]
         async with asyncio.timeout(60):
             results = await asyncio.gather(*played, return_exceptions=True)
-    await serving
+    serving.cancel()
+    await asyncio.gather(serving, return_exceptions=True)
     assert results[:2] == [None, None]
     assert "RuntimeError: the browser crashed" in str(results[2])
     assert (sessions[0].reward, sessions[0].reward_parts, sessions[1].reward) == (1.0, {"style": 0.5}, None)

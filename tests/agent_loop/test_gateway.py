@@ -334,7 +334,7 @@ async def test_a_call_that_is_broken_off_by_the_end_is_not_trained() -> None:
         assert (served.trained, got.num_turns) == (f"a{END}", 1)
 
 
-@pytest.mark.parametrize("call", ['{"name": "multiply", "arguments": {"a": 1e999}}', '{"name": "\\ud800", "arguments": {}}'])
+@pytest.mark.parametrize("call", ['{"name": "multiply", "arguments": {"a": 1e999}}', '{"name": "multiply", "arguments": [1]}'])
 async def test_a_call_that_no_program_could_be_told_is_text(call: str) -> None:
     """B157."""
     text = f"<tool_call>{call}</tool_call>"
