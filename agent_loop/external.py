@@ -23,7 +23,7 @@ from agent_loop.gateway.client import TOKEN_VARIABLE, URL_VARIABLE
 from agent_loop.gateway.program_process import beside_proxies, end_of, run_program
 from agent_loop.gateway.server import Gateway
 from agent_loop.loop import LoopSetup
-from agent_loop.program import branches_of, check_reward, listen, task_of
+from agent_loop.program import branches_of, check_command, check_reward, listen, task_of
 from agent_loop.session import Session
 from agent_loop.task import Task
 from configs.schema import GatewaySettings, ToolSettings
@@ -63,9 +63,11 @@ class External:
 
     @classmethod
     def set_up(cls, setup: LoopSetup) -> Self:
-        """Raises LoopError where it has no directory."""
+        """Raises LoopError where it has no directory, or its program is not there."""
         if setup.run_dir is None:
             raise LoopError("the agent loop external needs a run_dir")
+        if setup.gateway.command:
+            check_command(setup.gateway)
         return cls(setup.gateway, setup.tools, setup.run_dir)
 
     @property

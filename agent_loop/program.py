@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import shutil
 import tempfile
 from collections.abc import Iterator
 from typing import Any, Self
@@ -55,6 +56,7 @@ class Program:
         """Raises LoopError where no command is named."""
         if not setup.gateway.command:
             raise LoopError("gateway.command: got none, and the agent loop program needs one")
+        check_command(setup.gateway)
         return cls(setup.gateway, setup.tools)
 
     async def open(self) -> None:
@@ -98,6 +100,13 @@ class Program:
             raise LoopError(f"rollout {session.rollout_id}: the program ended with status {ended.status}: {ended.words!r}")
         if session.reward is None and self._settings.reward == "last_line":
             session.reward, session.reward_parts = _last_line(ended.output, session.rollout_id)
+
+
+def check_command(settings: GatewaySettings) -> None:
+    """Raises LoopError for a program that is not there."""
+    name = settings.command[0]
+    if name != "python" and shutil.which(name) is None:
+        raise LoopError(f"gateway.command: {name} is no program that can be started from here")
 
 
 async def listen(gateway: Gateway, settings: GatewaySettings) -> None:

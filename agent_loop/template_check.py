@@ -75,7 +75,7 @@ class Usage:
 def check_template(codec: ChatCodec, usage: Usage) -> list[Finding]:
     """Everything found, errors first."""
     if not codec.chat_template:
-        follows = "its agent loop needs one; take a model that has one, or agent_loop=single_turn"
+        follows = "its agent loop needs one; take a model that has one, or rollouter.agent_loop=single_turn"
         return [Finding(trait=Trait.NO_TEMPLATE, found="the model has no chat template", follows=follows, is_error=True)]
     asked = _Asked(codec, usage)
     found = [*_roles(asked), *_calls(asked), *_history(asked), *_thinking(asked)]

@@ -77,8 +77,8 @@ def _address(file: str | os.PathLike[str] | None) -> tuple[str, str]:
         return os.environ[URL_VARIABLE], os.environ[TOKEN_VARIABLE]
     except KeyError as error:
         raise GatewayLost(
-            f"no gateway: {error.args[0]} is not set (the rollouter sets it for gateway.command), and no address_file was given "
-            "(RUN_DIR/gateway.json of a run on this host)"
+            f"no gateway: {error.args[0]} is not set (the rollouter sets it for gateway.command), and no address_file was "
+            "given (RUN_DIR/gateway.json of a run on this host)"
         ) from None
 
 

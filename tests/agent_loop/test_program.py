@@ -6,6 +6,7 @@ import asyncio
 import sys
 import textwrap
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -61,10 +62,12 @@ async def test_a_program_that_leaves_no_reward_is_unscored() -> None:
 async def test_a_program_that_fails_fails_its_rollout() -> None:
     with pytest.raises(LoopError, match="status 3: 'oh'"):
         await play("print('oh'); raise SystemExit(3)", reward="last_line")
-    setup = LoopSetup(tools=ToolSettings(), environment=None, gateway=GatewaySettings(command=("/no/such",)))
-    loop: Any = load_agent_loop("program", setup)
-    with pytest.raises(LoopError, match="cannot be started"):
-        await loop.run(TASK, session_of())
+    for name in ("program", "external"):
+        setup = LoopSetup(
+            tools=ToolSettings(), environment=None, gateway=GatewaySettings(command=("/no/such",)), run_dir=Path()
+        )
+        with pytest.raises(LoopError, match=r"gateway\.command: /no/such is no program"):
+            load_agent_loop(name, setup)
 
 
 async def test_an_engine_that_fails_is_what_the_rollout_fails_of() -> None:
