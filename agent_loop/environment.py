@@ -99,9 +99,10 @@ class EnvironmentLoop:
         if shown is not None and not isinstance(shown, str):
             raise LoopError(f"rollout {session.rollout_id}: got {_named(shown)} from reset, expected text or None")
         messages = list(task.messages or ({"role": "user", "content": task.prompt_text},))
+        num_trusted = len(messages)
         if shown:
             messages.append({"role": "user", "content": clean(shown)})
-        chat = Conversation(session, messages, history=self._settings.history)
+        chat = Conversation(session, messages, history=self._settings.history, num_trusted=num_trusted)
         chat.open()
         session.reward = 0.0
         for _ in range(self._settings.max_turns):

@@ -303,18 +303,12 @@ def _finite(digits: str) -> float:
 
 
 def _whole(value: Any, text: str) -> Any:
-    """`value`, read from `text`, with half surrogates, which no text can be made of, replaced."""
-    return _replaced(value) if "\\u" in text else value
-
-
-def _replaced(value: Any) -> Any:
-    match value:
-        case str():
-            return value.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-        case dict():
-            return {_replaced(key): _replaced(one) for key, one in value.items()}
-        case list():
-            return [_replaced(one) for one in value]
+    """`value`, read from `text`. Raises ValueError for half a surrogate in it, which cannot be noted, sent or logged."""
+    if "\\u" in text:
+        try:
+            json.dumps(value, ensure_ascii=False).encode()
+        except UnicodeEncodeError as error:
+            raise ValueError(f"\\u{ord(error.object[error.start]):04x} is half a character") from error
     return value
 
 

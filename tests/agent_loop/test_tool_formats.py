@@ -222,10 +222,14 @@ def test_depth_is_malformed_and_raises_nothing(tool_format: ToolFormat, depth: i
         (F.MISTRAL, r'[TOOL_CALLS][{"name": "f\ud800", "arguments": {"a\udc00": ["\ud83d\ude00", "\ud800"]}}]'),
     ],
 )
-def test_half_a_surrogate_is_replaced(tool_format: ToolFormat, text: str) -> None:
-    """Nothing that is made of the call could be noted, sent or logged with it."""
+def test_half_a_surrogate_is_malformed(tool_format: ToolFormat, text: str) -> None:
+    """Nothing that is made of the call could be noted, sent or logged."""
     (found,) = read_calls(text, tool_format)
-    assert found == Call(name="f\ufffd", arguments={"a\ufffd": ["\U0001f600", "\ufffd"]})
+    assert isinstance(found, Malformed)
+    assert r"\ud800 is half a character" in found.why or r"\udc00 is half a character" in found.why
+    assert read_calls(r'<tool_call>{"name": "f", "arguments": {"a": "\ud83d\ude00"}}</tool_call>', F.HERMES) == [
+        Call(name="f", arguments={"a": "\U0001f600"})
+    ]
 
 
 def test_a_number_that_is_not_finite_is_malformed() -> None:
