@@ -45,7 +45,7 @@ def data_check(
     report = check(data, codec=codec, framing=framing)
     for finding in of_template:
         report.add(finding)
-    sys.stdout.write(_as_json(report) if as_json else _as_text(report, data))
+    sys.stdout.write(_as_json(report) if as_json else _as_text(report, data, limit=_limit_words(settings)))
     return 0 if report.is_good else 1
 
 
@@ -83,6 +83,17 @@ def _max_prompt_tokens(settings: Settings) -> int:
     return min(settings.data.max_prompt_tokens, settings.engine.max_model_len - settings.sampling.max_tokens)
 
 
+def _limit_words(settings: Settings) -> str:
+    """Which settings bound a prompt's length."""
+    limit, data = _max_prompt_tokens(settings), settings.data
+    if data.max_prompt_tokens == limit:
+        return f"data.max_prompt_tokens={limit}"
+    return (
+        f"{limit} tokens, which engine.max_model_len={settings.engine.max_model_len} leaves beside "
+        f"sampling.max_tokens={settings.sampling.max_tokens} (data.max_prompt_tokens={data.max_prompt_tokens} would allow more)"
+    )
+
+
 def _as_json(report: Report) -> str:
     facts = {
         "is_good": report.is_good,
@@ -100,7 +111,7 @@ def _as_json(report: Report) -> str:
     return json.dumps(facts, ensure_ascii=True) + "\n"
 
 
-def _as_text(report: Report, data: DataSettings) -> str:
+def _as_text(report: Report, data: DataSettings, *, limit: str) -> str:
     lines = [_line(finding) for finding in report.findings[:MAX_LINES]]
     unshown = report.num_findings_in_all - len(lines)
     if unshown > 0:
@@ -114,7 +125,10 @@ def _as_text(report: Report, data: DataSettings) -> str:
     )
     if report.data_sources:
         lines.append("data sources: " + ", ".join(f"{name} {count}" for name, count in report.data_sources.most_common(10)))
-    lines.append("a run would take this data" if report.is_good else "a run would refuse this data")
+    verdict = "a run would take this data" if report.is_good else "a run would refuse this data"
+    if report.is_all_overlong:
+        verdict += f": no row is left, since every prompt is longer than {limit}"
+    lines.append(verdict)
     return "".join(f"{line}\n" for line in lines)
 
 

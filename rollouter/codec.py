@@ -117,6 +117,11 @@ class Codec:
         """
         if isinstance(prompt, str):
             return prompt, np.array(self._tokenizer.encode(prompt, add_special_tokens=True), np.int32)
+        if not self.chat_template:
+            raise DataError(
+                "the model has no chat template, which a prompt of messages needs, and any prompt whose agent loop holds a "
+                "conversation: take a model that has one, or text with rollouter.agent_loop=single_turn"
+            )
         try:
             text = self.render(prompt, tools=tools, add_generation_prompt=True)
         except Exception as error:  # a template is a program of the model's author: it may raise anything

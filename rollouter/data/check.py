@@ -63,6 +63,11 @@ class Report:
         )
 
     @property
+    def is_all_overlong(self) -> bool:
+        """Whether rows would be left if prompts were not too long."""
+        return 0 < self.num_overlong == self.num_rows - self.num_bad
+
+    @property
     def num_findings_in_all(self) -> int:
         return sum(self.num_findings.values())
 

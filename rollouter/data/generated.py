@@ -8,6 +8,7 @@ its environment needs in `episode`.
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
 import importlib
 import json
@@ -70,12 +71,27 @@ def make_dataset(name: str, config: Mapping[str, Any]) -> Any:
         near = difflib.get_close_matches(name, known, n=3)
         hint = f"; nearest: {', '.join(near)}" if near else ""
         raise DataError(f"data.source: reasoning_gym has no family {name!r}{hint} ({len(known)} in all)")
+    _check_parameters(name, config)
     try:
         return gym.create_dataset(name, **{"seed": 0, **config})
     except ImportError as error:
         raise DataError(f"data.source: reasoning_gym:{name} needs a package that is not installed: {error}") from error
     except Exception as error:  # configurations assert, and raise whatever their authors chose
         raise DataError(f"data.source: reasoning_gym:{name}: {type(error).__name__}: {error}") from error
+
+
+def _check_parameters(name: str, config: Mapping[str, Any]) -> None:
+    """Raises DataError for one that the family does not take, with the nearest and all that it takes."""
+    _, kind = importlib.import_module("reasoning_gym.factory").DATASETS[name]
+    if not dataclasses.is_dataclass(kind):
+        return
+    taken = sorted({field.name for field in dataclasses.fields(kind) if field.init} | {"seed", "size"})
+    for key in config:
+        if key not in taken:
+            near = difflib.get_close_matches(key, taken, n=1)
+            hint = f"; nearest: {near[0]}" if near else ""
+            known = ", ".join(taken)
+            raise DataError(f"data.source: reasoning_gym:{name} takes no parameter {key!r}{hint}; it takes {known}")
 
 
 def _value(text: str) -> Any:

@@ -189,6 +189,10 @@ def _check_message(name: str, at: int, message: Any) -> None:
     if not isinstance(message, dict) or not isinstance(message.get("role"), str) or "content" not in message:
         raise _Bad(name, f"got message {_shown(message)} at {at}, expected a mapping with role and content")
     content = message["content"]
+    if content is None and not message.get("tool_calls"):
+        raise _Bad(
+            name, f"got no content in message {at} (role {message['role']}), expected text: only calls of tools go without"
+        )
     if content is not None and not isinstance(content, (str, list)):
         raise _Bad(name, f"got content {_shown(content)} in message {at}, expected text")
 

@@ -91,3 +91,20 @@ def test_wrong_setting_is_the_users_error(capsys: pytest.CaptureFixture[str]) ->
     assert main(["data", "check", "addition", "data.max_promt_tokens=3"]) == 2
     assert "data.max_prompt_tokens" in capsys.readouterr().err
     assert main(["data", "check", "addition", "--tokenizer", "/no/such"]) == 2
+
+
+def test_where_every_prompt_is_too_long_the_limit_that_cut_them_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_tiny_tokenizer(tmp_path / "model")
+    file = tmp_path / "tasks.jsonl"
+    file.write_text("".join(json.dumps({"prompt": "1" * n, "ground_truth": "x"}) + "\n" for n in (30, 40)))
+    for overrides, limit in (
+        (["data.max_prompt_tokens=9"], "data.max_prompt_tokens=9"),
+        (
+            ["engine.max_model_len=24", "sampling.max_tokens=16", "data.max_prompt_tokens=20"],
+            "8 tokens, which engine.max_model_len=24 leaves beside sampling.max_tokens=16 (data.max_prompt_tokens=20 would",
+        ),
+    ):
+        assert main(["data", "check", str(file), *overrides, "--tokenizer", str(tmp_path / "model")]) == 1
+        assert f"refuse this data: no row is left, since every prompt is longer than {limit}" in capsys.readouterr().out

@@ -64,6 +64,7 @@ def test_json_lines_become_rows(tmp_path: Path) -> None:
         ({"prompt": "", "ground_truth": "1"}, "prompt: got ''"),
         ({"prompt": 7, "ground_truth": "1"}, "prompt: got 7"),
         ({"prompt": [{"content": "no role"}], "ground_truth": "1"}, "expected a mapping with role and content"),
+        ({"prompt": [{"role": "user", "content": None}], "ground_truth": "1"}, "got no content in message 0 (role user)"),
         ({"prompt": "x", "ground_truth": "1", "data_source": ""}, "data_source: got ''"),
         ({"prompt": "x", "ground_truth": "1", "extra_info": [1]}, "extra_info: got list"),
         (["no", "mapping"], "got list, expected a mapping"),
