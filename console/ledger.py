@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
@@ -43,7 +44,7 @@ def ledger(run_dir: Path, *, as_json: bool, sample: str | None) -> int:
     if as_json:
         _write_json(books_as_json(journals, books))
     else:
-        sys.stdout.write(books_as_text(journals, books) + "\n")
+        sys.stdout.write("\n".join([books_as_text(journals, books), *_names_some(reading, books)]) + "\n")
     return 0 if books.closes else 1
 
 
@@ -109,6 +110,29 @@ def _restarts(books: Books) -> str:
     if books.rolled_back:
         text += f"; the training of {books.rolled_back} samples went with a trainer, those that were kept came again"
     return text
+
+
+def _names_some(reading: Reading, books: Books) -> Iterator[str]:
+    """Ids that can be copied."""
+    issued = reading.issued
+    admitted = ((group_id, seat) for group_id, size in issued.sizes.items() for seat in range(size))
+    handed = list(reversed(issued.handed))
+    looked_for: list[tuple[str, Place, object, Iterable[Rollout]]] = [
+        ("the oldest in flight", Place.IN_FLIGHT, books.in_flight, admitted),
+        ("the last trained", Place.TRAINED, books.trained, handed),
+        ("the last given up", Place.FAILED, books.failed, handed),
+    ]
+    named = [
+        (what, next((one for one in rollouts if reading.place(one)[0] is place), None))
+        for what, place, count, rollouts in looked_for
+        if count
+    ]
+    if named:
+        yield ""
+        yield "one rollout's story: headrace ledger --sample ID, where ID is"
+    for what, rollout in named:
+        if rollout is not None:
+            yield f"  {shlex.quote(_name(rollout))}  ({what})"
 
 
 def _verdict(books: Books) -> list[str]:

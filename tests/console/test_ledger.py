@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 from dataclasses import replace
 from pathlib import Path
 
@@ -45,6 +46,17 @@ def test_a_run_in_order_closes_and_says_so(tmp_path: Path, capsys: pytest.Captur
         "the ledger closes: no rollout is lost, none was trained twice",
     ):
         assert expected in out, out
+
+
+def test_the_books_name_rollouts_whose_story_can_be_asked_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run_dir = write_run(some_steps(), tmp_path / "demo")
+    main(["ledger", "--run-dir", str(run_dir)])
+    lines = [line.split("  ") for line in capsys.readouterr().out.splitlines() if line.startswith("  ") and line.endswith(")")]
+    named = {words: shlex.split(rollout)[0] for _, rollout, words in lines}
+    assert list(named) == ["(the oldest in flight)", "(the last trained)", "(the last given up)"]
+    for rollout, place in zip(named.values(), ("in flight", "trained", "failed"), strict=True):
+        assert main(["ledger", "--run-dir", str(run_dir), "--sample", rollout]) == 0
+        assert capsys.readouterr().out.startswith(f"rollout {rollout}: {place}")
 
 
 def test_the_books_as_json_hold_the_identity(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
