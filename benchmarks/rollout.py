@@ -101,9 +101,8 @@ def plan_of(number: int, reply_tokens: int) -> Plan:
     draw = np.random.default_rng(number)
     task = Task(
         task_id=f"task/{number}",
-        prompt_ids=(ids := draw.integers(1, VOCABULARY, PROMPT_TOKENS).astype(np.int32)),
+        prompt_ids=draw.integers(1, VOCABULARY, PROMPT_TOKENS).astype(np.int32),
         prompt_text="",
-        messages=({"role": "user", "content": " ".join(f"w{token}" for token in ids)},),
         ground_truth="1",
         data_source="benchmark",
     )
@@ -140,7 +139,8 @@ class AskTheGateway:
         """One call."""
         served = self._gateway.open(session, branches_of(session, ToolSettings()))
         try:
-            body = {"model": "policy", "messages": list(task.messages)}
+            words = " ".join(f"w{token}" for token in task.prompt_ids.tolist())
+            body = {"model": "policy", "messages": [{"role": "user", "content": words}]}
             headers = {"Authorization": f"Bearer {served.token}"}
             async with self._http.post(
                 f"{self._gateway.url(served)}/v1/chat/completions", json=body, headers=headers
