@@ -6,10 +6,12 @@ from __future__ import annotations
 from typing import TextIO
 
 from console.picture import Picture
-from console.words import evaluation_text, failure_text, number, rollouter_text, shares_text, trainer_text
+from console.words import evaluation_text, failure_count, failure_text, number, rollouter_text, shares_text, trainer_text
 
 QUIET_S = 10.0
 """After this long without a line, one says what is waited for."""
+_SECOND_TELLING = 8
+"""Failures of one reason of which a second line tells; the next ones tell of twice as many as the one before."""
 
 
 class PlainDisplay:
@@ -65,9 +67,9 @@ class PlainDisplay:
             said = self._failures_said.get(key, 0)
             if note.count < said:  # another process counts from 0
                 said = 0
-            if note.count >= max(1, 2 * said):
+            if note.count >= (max(_SECOND_TELLING, 2 * said) if said else 1):
                 self._failures_said[key] = note.count
-                self._line(picture, now, failure_text(note))
+                self._line(picture, now, f"{failure_count(note)} so far" if said else failure_text(note))
 
     def _line(self, picture: Picture, now: float, text: str) -> None:
         self._out.write(f"[{now - picture.started_at:6.1f} s] {text}\n")

@@ -94,9 +94,13 @@ def evaluation_text(result: EvaluationResult) -> str:
 
 def failure_text(note: FailureNote) -> str:
     """`3 rollout attempts failed (reward failed), first: RewardError: …`."""
+    return f"{failure_count(note)}, first: {in_a_line(note.first, _FAILURE_WORDS)}"
+
+
+def failure_count(note: FailureNote) -> str:
+    """`3 rollout attempts failed (reward failed)`."""
     whose = "evaluation" if note.is_evaluation else "rollout"
-    attempts = "attempt" if note.count == 1 else "attempts"
-    return f"{note.count} {whose} {attempts} failed ({note.reason}), first: {in_a_line(note.first, _FAILURE_WORDS)}"
+    return f"{note.count} {whose} {'attempt' if note.count == 1 else 'attempts'} failed ({note.reason})"
 
 
 def awaited(trainer: TrainerStatus | None, rollouter: RollouterStatus | None) -> list[str]:

@@ -128,16 +128,17 @@ def test_plain_output_has_one_line_a_step_and_none_twice() -> None:
 def test_plain_output_tells_the_first_failure_of_a_reason_at_once_and_then_when_they_have_doubled() -> None:
     out = io.StringIO()
     display, run = PlainDisplay(out), _running()
-    for count in (1, 2, 3, 4, 7):
+    for count in (1, 2, 7, 9, 17, 18):
         note = FailureNote(
             reason="reward failed", is_evaluation=True, count=count, first="RewardError: " + "x" * 900 + "KeyError: 'a'"
         )
         run.see_rollouter(rollouter(failures=(note,)), 1007.0)
         display.show(run, 1007.0)
     lines = [line for line in out.getvalue().splitlines() if "failed" in line]
-    assert [line.split("] ")[1].split()[0] for line in lines] == ["1", "2", "4"]
+    assert [line.split("] ")[1].split()[0] for line in lines] == ["1", "9", "18"]
     assert "1 evaluation attempt failed (reward failed), first: RewardError: xxx" in lines[0]
     assert lines[0].endswith("KeyError: 'a'")
+    assert lines[1].endswith("9 evaluation attempts failed (reward failed) so far")
 
 
 def test_advice_is_shown_everywhere_and_once_in_the_lines(tmp_path: Path) -> None:
