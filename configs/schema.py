@@ -438,7 +438,9 @@ class RollouterSettings(Section):
         300.0, Scope.NEXT_ROLLOUT, gt=0, le=1e9, description="Deadline of one rollout, reward included."
     )
     max_attempts: int = live(3, Scope.AT_ONCE, ge=1, le=1000, description="Times that a rollout is tried before it is dropped.")
-    max_consecutive_failures: int = Field(64, ge=1, description="Failed rollouts in a row after which the run stops.")
+    max_consecutive_failures: int = Field(
+        64, ge=1, description="Failed rollouts in a row after which the run stops, those of evaluations included."
+    )
     max_failed_fraction: float = Field(
         0.5,
         ge=0,
