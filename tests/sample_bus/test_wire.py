@@ -10,6 +10,7 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
+from configs.limits import MAX_REWARD
 from sample_bus import wire
 from sample_bus.errors import WireError
 from sample_bus.sample import NO_VERSION, Sample, SampleId, StopReason
@@ -104,7 +105,7 @@ def samples(draw: st.DrawFn, *, longest: int = 2000) -> Sample:
         version_starts=starts.astype(np.int32),
         versions=versions.astype(np.int32),
         kept_cache=((random.random(len(versions)) < 0.5) & (versions != NO_VERSION)).astype(np.uint8),
-        reward=draw(st.floats(allow_nan=False, allow_infinity=False)),
+        reward=draw(st.floats(-MAX_REWARD, MAX_REWARD)),
         temperature=draw(st.floats(1e-3, 10)),
         stop_reason=draw(st.sampled_from(StopReason)),
         num_turns=draw(st.integers(0, 1000)),
