@@ -13,6 +13,7 @@ AgentLoopError
 │   └── Unscored             the reward said None
 ├── ToolError                a tool that cannot be used as it is
 │   └── ToolUnavailable      what it needs was not there; may be tried again
+│       └── ToolLost         it hangs in every place that it may take, for good: the run cannot go on with it
 └── LoopError                an agent loop that left no trajectory behind
     ├── Diverged             one that did not repeat what was recorded of it
     └── ProgramUnavailable   the program that plays rollouts cannot be started, or ended while it played this one
@@ -74,6 +75,11 @@ class ToolError(AgentLoopError):
 
 class ToolUnavailable(ToolError):
     """Raised by a tool whose infrastructure failed: the call is made again, and then its rollout fails, with no reward."""
+
+
+class ToolLost(ToolUnavailable):
+    """Raised when calls of a tool hang in every place that it may take and none ends. Threads cannot be killed: the run ends,
+    since what is left to train on would be the rollouts that never call the tool."""
 
 
 class LoopError(AgentLoopError):

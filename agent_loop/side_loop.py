@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 
 import structlog
 
-from agent_loop.errors import ToolUnavailable
+from agent_loop.errors import ToolLost, ToolUnavailable
 
 log = structlog.get_logger()
 
@@ -30,6 +30,9 @@ _ANSWERS_WITHIN_S = 0.5
 _BEGINS_WITHIN_S = 1.0
 _ENDS_WITHIN_S = 1.0
 _MAX_STUCK = 64
+_LOST_AFTER_S = 30.0
+_LOST_AFTER_TIMEOUTS = 3.0
+"""Calls that hang beyond their deadline for so long in all places hang for good."""
 
 
 class SideLoop:
@@ -40,6 +43,8 @@ class SideLoop:
         self.name = name
         self._max_stuck = max_stuck
         self._stuck: Counter[str] = Counter()
+        self._full_since: dict[str, float] = {}
+        """By kind: when it was found that no call of it may begin."""
         self._lock = threading.Lock()
         self._thread: _LoopThread | None = None
         self._retired: set[_LoopThread] = set()
@@ -50,7 +55,8 @@ class SideLoop:
         """The result of `work`, which runs on the side. Raises TimeoutError at the deadline, and what `work` raises.
 
         Raises ToolUnavailable where it is not the work's fault: too many of its kind (`what`) hang, another one blocks the
-        loop, or the loop is closed. Cancelling the call cancels the work; nobody waits for it to end.
+        loop, or the loop is closed; ToolLost where they have hung for so long that none of them is going to end. Cancelling the
+        call cancels the work; nobody waits for it to end.
         """
         clock = asyncio.get_running_loop().time
         until = clock() + timeout_s
@@ -59,9 +65,8 @@ class SideLoop:
             if self._stuck[what] >= self._max_stuck:
                 await thread.answers()  # so that those end that end when they are cancelled
             if self._stuck[what] >= self._max_stuck:
-                raise ToolUnavailable(
-                    f"{what}: {self._stuck[what]} calls of it were given up and do not end (tools.max_concurrent)"
-                )
+                raise self._refusal(what, full_s=clock() - self._full_since.setdefault(what, clock()), timeout_s=timeout_s)
+            self._full_since.pop(what, None)
             call = _Call(what=what, ended=self._ended)
             future = thread.submit(call, work)
             waiting = asyncio.wrap_future(future)
@@ -88,6 +93,12 @@ class SideLoop:
                     by = blocking.what if blocking else "a callback"
                     raise ToolUnavailable(f"{what}: its event loop was blocked by {by}")
             raise TimeoutError(f"{what} gave no result within {timeout_s:g} s")
+
+    def _refusal(self, what: str, *, full_s: float, timeout_s: float) -> ToolUnavailable:
+        words = f"{what}: {self._stuck[what]} calls of it were given up and do not end (tools.max_concurrent)"
+        if full_s < max(_LOST_AFTER_S, _LOST_AFTER_TIMEOUTS * timeout_s):
+            return ToolUnavailable(words)
+        return ToolLost(f"{words}, for {full_s:.0f} s: threads cannot be killed; give it a deadline of its own, or a process")
 
     def close(self) -> None:
         """End the threads; what still runs on them is cancelled, and left to itself if it does not end."""

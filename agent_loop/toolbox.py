@@ -17,7 +17,7 @@ from typing import Any
 
 import structlog
 
-from agent_loop.errors import USER_CODE_FAILURES, ToolError, ToolUnavailable, words_of
+from agent_loop.errors import USER_CODE_FAILURES, ToolError, ToolLost, ToolUnavailable, words_of
 from agent_loop.session import TextCodec
 from agent_loop.side_loop import SideLoop, in_thread
 from agent_loop.tool_formats import Call, Malformed
@@ -144,6 +144,8 @@ class ToolBox:
                 return await self._side.run(
                     lambda: self._rendered(tool, call, context), timeout_s=timeout_s, what=f"tool {tool.name}"
                 )
+            except ToolLost:
+                raise
             except ToolUnavailable as error:
                 why = error
             except TimeoutError as error:

@@ -22,6 +22,7 @@ from agent_loop.errors import (
     RewardError,
     RewardTimeout,
     RewardUnavailable,
+    ToolLost,
     ToolUnavailable,
     Unscored,
 )
@@ -45,6 +46,8 @@ class FailureReason(StrEnum):
     UNSCORED = "unscored"
     """The reward gave None."""
     TOOL_UNAVAILABLE = "tool unavailable"
+    TOOL_LOST = "tool lost"
+    """It hangs wherever it may be called, for good."""
     PROGRAM_UNAVAILABLE = "program unavailable"
     """A tool's infrastructure failed as often as it was asked: a sandbox, an MCP server."""
     NO_ROOM = "no room"
@@ -72,6 +75,7 @@ FINAL = frozenset(
         FailureReason.BAD_GROUND_TRUTH,
         FailureReason.UNSCORED,
         FailureReason.REWARD_UNAVAILABLE,
+        FailureReason.TOOL_LOST,
     }
 )
 """Another attempt could not end otherwise; or, of a reward that is unavailable, was made already where it was asked."""
@@ -86,6 +90,7 @@ _INFRASTRUCTURE = frozenset(
         FailureReason.ENGINE_UNAVAILABLE,
         FailureReason.REWARD_UNAVAILABLE,
         FailureReason.TOOL_UNAVAILABLE,
+        FailureReason.TOOL_LOST,
         FailureReason.PROGRAM_UNAVAILABLE,
     }
 )
@@ -104,6 +109,7 @@ _REASONS: tuple[tuple[type[BaseException], FailureReason], ...] = (
     (BadGroundTruth, FailureReason.BAD_GROUND_TRUTH),
     (Unscored, FailureReason.UNSCORED),
     (RewardError, FailureReason.REWARD_FAILED),
+    (ToolLost, FailureReason.TOOL_LOST),
     (ToolUnavailable, FailureReason.TOOL_UNAVAILABLE),
     (NoRoom, FailureReason.NO_ROOM),
     (ProgramUnavailable, FailureReason.PROGRAM_UNAVAILABLE),
@@ -141,10 +147,13 @@ class FailureStreak:
         self._push(None)
 
     def failed(self, rollout_id: str, reason: FailureReason, message: str) -> None:
-        """Count a rollout that was given up. Raises TooManyFailures at a limit, with the first one's words."""
+        """Count a rollout that was given up. Raises TooManyFailures at a limit, with the first one's words, and for a tool that
+        is lost: rollouts that call it would fail, and those that do not would be trained."""
         if reason in NO_FAULT:
             return
         words = f"rollout {rollout_id}: {reason}: {message}"
+        if reason is FailureReason.TOOL_LOST:
+            raise TooManyFailures(words)
         if self.length == 0:
             self.first = words
         self._push((reason, words))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TypeVar
 
 import structlog
@@ -28,6 +28,8 @@ _CLOSE_S = 2.0
 class Answers:
     def __init__(self) -> None:
         self._handlers: dict[str, tuple[type[Message], Handler]] = {}
+        self._expected: dict[str, asyncio.Event] = {}
+        """Set when the request gets its handler."""
         self._given: OrderedDict[tuple[str, int, int], Reply | None] = OrderedDict()
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -36,6 +38,14 @@ class Answers:
         if name in self._handlers:
             raise BusError(f"request {name!r} has a handler already")
         self._handlers[name] = (kind, handler)
+        if name in self._expected:
+            self._expected[name].set()
+
+    def expect(self, names: Iterable[str]) -> None:
+        """These will have handlers: who asks before waits, instead of being told that nobody knows the request."""
+        for name in names:
+            if name not in self._handlers:
+                self._expected.setdefault(name, asyncio.Event())
 
     def answer(self, client: tuple[str, int], request: Request, send: Callable[[Reply], None]) -> None:
         """Carry the request out in a task of its own and send the reply; a repeated one gets the reply that was given."""
@@ -78,6 +88,8 @@ class Answers:
 
     async def _reply(self, client: str, request: Request) -> Reply:
         try:
+            if request.name not in self._handlers and request.name in self._expected:
+                await self._expected[request.name].wait()
             if request.name not in self._handlers:
                 raise RequestFailed(
                     f"the trainer knows no request {request.name!r}; known: {', '.join(sorted(self._handlers)) or 'none'}"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import TypeVar
 
@@ -188,6 +188,9 @@ class BusHub:
 
     def handle(self, name: str, kind: type[Message], handler: Handler) -> None:
         self._answers.handle(name, kind, handler)
+
+    def expect(self, names: Iterable[str]) -> None:
+        self._answers.expect(names)
 
     # ── what arrives ─────────────────────────────────────────────────────────────────────────────────────────────────
 

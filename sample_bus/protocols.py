@@ -9,7 +9,7 @@ bytes is reached, `offer` waits.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
@@ -207,6 +207,10 @@ class ControlServer(Control, Protocol):
 
     def handle(self, name: str, kind: type[Message], handler: Handler) -> None:
         """Answer request `name`, whose body is validated as `kind`."""
+        ...
+
+    def expect(self, names: Iterable[str]) -> None:
+        """These requests will be answered later: who asks before waits for as long as its own deadline says."""
         ...
 
 

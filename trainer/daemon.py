@@ -65,6 +65,8 @@ _WAIT_LINE_EVERY_S = 10.0
 _GOODBYE_TIMEOUT_S = 10.0
 _LOCK_FILE = ".trainer.lock"
 _STOPPED_AT_ONCE = "stopped at once"
+_ANSWERED_BY_TRAINING = ("round.result", "evaluation.result", "weights.check", "weights.checked")
+"""Requests that have handlers once the libraries and the model are loaded."""
 
 
 class _Drained(Exception):
@@ -109,6 +111,7 @@ async def run(settings: Settings) -> None:
             incarnation=incarnation,
             quarantine_dir=settings.run_dir / "quarantine",
         ) as hub:
+            hub.expect(_ANSWERED_BY_TRAINING)
             hub.set_origin(standing.policy_version)
             hub.seek(standing.position)
             remember(settings)

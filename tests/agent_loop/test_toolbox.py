@@ -19,7 +19,8 @@ from aiohttp import web
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agent_loop.errors import ToolError, ToolUnavailable
+from agent_loop import side_loop
+from agent_loop.errors import ToolError, ToolLost, ToolUnavailable
 from agent_loop.tool_formats import Call, Malformed
 from agent_loop.tool_text import cut
 from agent_loop.toolbox import Outcome, Result, ToolBox, load_tools, usable
@@ -586,3 +587,24 @@ async def test_what_makes_text_of_a_result_is_called_beside_the_rollouts() -> No
         results = await make(box, call("give"), call("fall"))
     assert [result.text for result in results] == ["slow", "Error: Broken: broken"]
     assert sorted(set(where)) == ["text-give", "words-fall"]
+
+
+async def test_a_tool_that_hangs_in_every_place_for_long_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    """B161, B168."""
+    monkeypatch.setattr(side_loop, "_LOST_AFTER_S", 0.2)
+    release = threading.Event()
+
+    def hang() -> str:
+        release.wait(60)
+        return "late"
+
+    async with context_of([hang], timeout_s=0.05, max_concurrent=2, retries=0) as box:
+        for _ in range(2):
+            await make(box, call("hang"))
+        with pytest.raises(ToolUnavailable) as first:
+            await make(box, call("hang"))
+        assert not isinstance(first.value, ToolLost)
+        await asyncio.sleep(0.3)
+        with pytest.raises(ToolLost, match="2 calls of it were given up and do not end"):
+            await make(box, call("hang"))
+        release.set()

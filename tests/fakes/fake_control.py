@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 from typing import Any, TypeVar
 
 from sample_bus.errors import RequestFailed
@@ -47,3 +47,6 @@ class FakeControl:
 
     def handle(self, name: str, kind: type[Message], handler: Handler) -> None:
         self._handlers[name] = (kind, handler)
+
+    def expect(self, names: Iterable[str]) -> None:
+        """Nobody asks this one early."""

@@ -16,6 +16,7 @@ from agent_loop.errors import (
     RewardTimeout,
     RewardUnavailable,
     ToolError,
+    ToolLost,
     ToolUnavailable,
     Unscored,
 )
@@ -38,6 +39,7 @@ from sample_bus.errors import SampleTooLarge, WireError
         (Unscored(), FailureReason.UNSCORED),
         (ToolUnavailable(), FailureReason.TOOL_UNAVAILABLE),
         (ProgramUnavailable(), FailureReason.PROGRAM_UNAVAILABLE),
+        (ToolLost(), FailureReason.TOOL_LOST),
         (ToolError(), FailureReason.AGENT_LOOP_FAILED),
         (NoRoom(), FailureReason.NO_ROOM),
         (LoopError(), FailureReason.AGENT_LOOP_FAILED),
@@ -108,3 +110,14 @@ def test_an_unavailable_reward_is_asked_again_in_one_place_and_never_the_tasks_f
         "another attempt may find it; the row is not to blame"
     )
     assert FailureReason.BAD_GROUND_TRUTH in FINAL & TASK_FAULT
+
+
+def test_a_tool_that_is_lost_ends_the_run_at_once_whatever_else_succeeds() -> None:
+    """What is left to train on would be the rollouts that never call it."""
+    streak = FailureStreak(limit=64, max_fraction=1.0)
+    for _ in range(500):
+        streak.succeeded()
+    with pytest.raises(TooManyFailures, match="tool lost: tool browse: 8 calls"):
+        streak.failed("t/0", FailureReason.TOOL_LOST, "tool browse: 8 calls of it do not end")
+    assert FailureReason.TOOL_LOST not in TASK_FAULT
+    assert FailureReason.TOOL_LOST in FINAL

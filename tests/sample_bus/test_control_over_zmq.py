@@ -232,3 +232,15 @@ async def test_watchers_end_when_their_end_is_closed(address: str) -> None:
         await stack.aclose()
         assert await soon(watching) is None
         assert hub.get("trainer", TrainerStatus) is None
+
+
+async def test_a_request_that_will_have_a_handler_waits_for_it(address: str) -> None:
+    """A trainer that comes again is asked before its model is loaded."""
+    async with pair(address) as (hub, link):
+        hub.expect(["round.result"])
+        early = asyncio.create_task(link.request("round.result", Accepted(), Accepted))
+        with pytest.raises(RequestFailed, match="knows no request 'other'"):
+            await link.request("other", Accepted(), Accepted)
+        assert not early.done()
+        hub.handle("round.result", Accepted, accept)
+        assert await soon(early) == Accepted()
