@@ -7,7 +7,8 @@ lets in; lowering it takes nothing from requests in flight, it only keeps the ne
     pressure   requests queue inside the engine, some were preempted, or the KV cache is fuller than FULL   limit * 3/4
     room       all seats are taken, others wait, and the KV cache is less full than ROOMY                   limit + 1/16
 
-Before it has met any pressure, a limit is doubled instead as long as the KV cache is nearly empty.
+Before it has met any pressure, a limit is doubled instead as long as the KV cache is nearly empty. What an engine says before
+it has looked at half of what it was given counts for nothing: its cache is empty then.
 A limit that was lowered is not lowered again before the requests in flight have come down to it. Without the engine's own
 numbers, pressure is that a token takes SLOW times as long as in the best interval, and room that it takes less than half of
 that.
@@ -83,7 +84,8 @@ def next_limit(limit: Limit, pressure: Pressure | None, demand: Demand, *, bound
         pressed, roomy = _by_latency(limit, demand.seconds_per_token)
     else:
         pressed = pressure.num_waiting > 0 or pressure.num_preemptions > limit.num_preemptions or pressure.kv_cache_usage > FULL
-        roomy = pressure.kv_cache_usage < ROOMY
+        has_seen = pressure.num_running + pressure.num_waiting >= demand.in_flight / 2
+        roomy = pressure.kv_cache_usage < ROOMY and has_seen
         limit = replace(limit, num_preemptions=pressure.num_preemptions)
     if pressed and demand.in_flight > limit.requests:
         return limit  # the decrease before has not taken effect yet

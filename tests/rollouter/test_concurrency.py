@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 from hypothesis import given
@@ -20,13 +20,19 @@ def demand(in_flight: int, *, waiting: int = 5, seconds: float | None = 0.01) ->
 
 def test_it_rises_while_all_seats_are_taken_others_wait_and_the_cache_has_room() -> None:
     assert next_limit(Limit(requests=8), CALM, demand(8), bound=100).requests == 9
-    assert next_limit(Limit(requests=64), CALM, demand(64), bound=100).requests == 68
+    assert next_limit(Limit(requests=64), replace(CALM, num_running=60), demand(64), bound=100).requests == 68
+
+
+def test_an_engine_that_has_not_looked_at_its_requests_yet_says_nothing_of_its_room() -> None:
+    empty = Pressure(num_waiting=0, num_running=0, kv_cache_usage=0.0)
+    assert next_limit(Limit(requests=8), empty, demand(8), bound=100).requests == 8
+    assert next_limit(Limit(requests=8), replace(empty, num_running=4), demand(8), bound=100).requests == 16
 
 
 def test_before_any_pressure_it_doubles_while_the_cache_is_nearly_empty() -> None:
     empty = Pressure(num_waiting=0, num_running=8, kv_cache_usage=0.05)
     assert next_limit(Limit(requests=8), empty, demand(8), bound=100).requests == 16
-    assert next_limit(Limit(requests=64), empty, demand(64), bound=100).requests == 100
+    assert next_limit(Limit(requests=64), replace(empty, num_running=64), demand(64), bound=100).requests == 100
     full = Pressure(num_waiting=1, num_running=8, kv_cache_usage=0.95)
     met = next_limit(Limit(requests=16), full, demand(16), bound=100)
     assert not met.is_starting
