@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
 
 from agent_loop.engine import SamplingParams
-from agent_loop.environment import EnvironmentLoop, Step
+from agent_loop.environment import Environment, EnvironmentLoop, Step
 from agent_loop.errors import LoopError, ToolUnavailable
 from agent_loop.loop import LoopSetup, load_agent_loop
 from agent_loop.session import Session
@@ -54,12 +55,23 @@ def session_of(*texts: str) -> Session:
     return Session(engine, sampling, rollout_id="r.0", max_model_len=999, codec=CODEC)
 
 
+async def run(make: Callable[[], Environment], settings: ToolSettings, session: Session) -> None:
+    """One episode of an agent loop of its own."""
+    loop = EnvironmentLoop(make, settings)
+    try:
+        await loop.run(TASK, session)
+    finally:
+        await loop.close()
+
+
 async def test_an_episode_ends_with_the_sum_of_its_rewards() -> None:
     session = session_of("3", "9", "7")
     loop = load_agent_loop(
         "environment", LoopSetup(tools=ToolSettings(), environment="tests.agent_loop.test_environment:Guess")
     )
+    assert isinstance(loop, EnvironmentLoop)
     await loop.run(TASK, session)
+    await loop.close()
     got = session.trajectory()
     assert (got.reward, got.reward_parts, got.num_turns) == (0.5, {"found": 1.0}, 3)
     assert got.token_rewards[got.token_rewards != 0].tolist() == [-0.25, -0.25, 1.0]
@@ -70,16 +82,16 @@ async def test_an_episode_ends_with_the_sum_of_its_rewards() -> None:
 
 async def test_an_episode_has_a_last_turn() -> None:
     session = session_of("3", "3")
-    await EnvironmentLoop(Guess, ToolSettings(max_turns=2)).run(TASK, session)
+    await run(Guess, ToolSettings(max_turns=2), session)
     assert (session.trajectory().reward, session.num_turns) == (-0.5, 2)
 
 
 async def test_an_environment_that_raises_or_hangs_fails_its_own_rollout() -> None:
     """B161, B162"""
     with pytest.raises(ValueError, match="invalid literal"):
-        await EnvironmentLoop(Guess, ToolSettings()).run(TASK, session_of("x"))
+        await run(Guess, ToolSettings(), session_of("x"))
     with pytest.raises(TimeoutError, match=r"an environment.s step gave no result within 0\.2 s"):
-        await EnvironmentLoop(Stuck, ToolSettings(timeout_s=0.2)).run(TASK, session_of("3"))
+        await run(Stuck, ToolSettings(timeout_s=0.2), session_of("3"))
 
 
 @pytest.mark.parametrize("path", [None, "no.module:X", "tests.agent_loop.scripted:Letters"])
@@ -100,7 +112,7 @@ async def play(*steps: Any, **settings: Any) -> Session:
             return self._left.pop(0)
 
     session = session_of(*["x"] * len(steps))
-    await EnvironmentLoop(Scripted, ToolSettings(**settings)).run(TASK, session)
+    await run(Scripted, ToolSettings(**settings), session)
     return session
 
 

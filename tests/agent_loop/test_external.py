@@ -15,7 +15,6 @@ from typing import Any
 
 import aiohttp
 import openai
-import psutil
 import pytest
 
 from agent_loop.deadline import Deadline
@@ -25,6 +24,7 @@ from agent_loop.gateway.client import GatewayLost, Rollout, serve_rollouts
 from agent_loop.loop import LoopSetup, load_agent_loop
 from configs.schema import GatewaySettings, ToolSettings
 from tests.agent_loop.test_tool_calling import TASK, said, session_of
+from tests.fakes.living import is_alive, living_children
 
 AGENT = """
 import asyncio, os
@@ -214,10 +214,10 @@ async def test_a_program_of_ours_plays_many_rollouts_and_ends_with_the_loop(tmp_
     async with offering(tmp_path, command=command, num_programs=2) as (loop, _):
         async with asyncio.timeout(120):
             await asyncio.gather(*(loop.run(replace(TASK, task_id=f"t{at}"), one) for at, one in enumerate(sessions)))
-        children = [child.pid for child in psutil.Process().children() if "HEADRACE_GATEWAY_URL" in " ".join(child.cmdline())]
+        children = living_children("HEADRACE_GATEWAY_URL")
         assert len(children) == 2
     assert [one.trajectory().reward for one in sessions] == [1.0] * 5
-    assert not any(psutil.pid_exists(pid) for pid in children)
+    assert not any(is_alive(child) for child in children)
 
 
 async def test_a_program_of_ours_that_dies_fails_what_it_took_and_comes_again(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from agent_loop import gym_environment
 from agent_loop.engine import SamplingParams
+from agent_loop.environment import EnvironmentLoop
 from agent_loop.errors import BadGroundTruth, LoopError, RewardError
 from agent_loop.gym_environment import Episode, ReasoningGym, Standing
 from agent_loop.loop import LoopSetup, load_agent_loop
@@ -49,7 +50,11 @@ async def played(task: Task, *replies: str) -> tuple[Trajectory, str]:
     sampling = SamplingParams(temperature=1.0, max_tokens=80)
     session = Session(engine, sampling, rollout_id="r.0", max_model_len=4000, codec=CODEC)
     loop = load_agent_loop("environment", LoopSetup(tools=ToolSettings(), environment=ENVIRONMENT))
-    await loop.run(task, session)
+    assert isinstance(loop, EnvironmentLoop)
+    try:
+        await loop.run(task, session)
+    finally:
+        await loop.close()
     trajectory = session.trajectory()
     return trajectory, CODEC.decode_whole(trajectory.tokens.tolist())
 

@@ -19,6 +19,7 @@ from agent_loop.tool_formats import Call
 from agent_loop.toolbox import Outcome, Result, ToolBox
 from configs.schema import ToolSettings
 from tests.agent_loop.scripted import Letters
+from tests.fakes.living import living_children
 
 SERVER = """
 import asyncio, os
@@ -76,8 +77,7 @@ async def ask(box: ToolBox, name: str, **arguments: Any) -> Result:
 
 def servers_of(tmp_path: Path) -> list[psutil.Process]:
     """Those that run."""
-    children = psutil.Process().children(recursive=True)
-    return [one for one in children if one.status() != psutil.STATUS_ZOMBIE and str(tmp_path) in " ".join(one.cmdline())]
+    return living_children(str(tmp_path))
 
 
 async def test_the_tools_of_an_mcp_server_are_called(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ import pytest
 
 from console.children import Child, StopTimes, all_exited, stop
 from console.leftovers import MARK, Traces, adopting_orphans
+from tests.fakes.living import is_alive
 
 TIMES = StopTimes(drain_s=5.0, insist_s=0.3, kill_s=5.0)
 STUBBORN = """
@@ -115,16 +116,8 @@ def test_children_end_when_their_parent_is_killed(tmp_path: Path, mark: str) -> 
     process.kill()
     process.wait()
     process.stdout.close()
-    gone, _ = psutil.wait_procs([child], timeout=30)
-    assert gone or child.status() == psutil.STATUS_ZOMBIE
-
-
-def _runs(pid: int) -> bool:
-    """Whether the process still does anything: a dead one that its parent has not collected does not."""
-    try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
+    psutil.wait_procs([child], timeout=30)
+    assert not is_alive(child)
 
 
 async def test_processes_that_left_group_and_session_are_found_and_ended(tmp_path: Path, mark: str) -> None:
@@ -141,7 +134,7 @@ async def test_processes_that_left_group_and_session_are_found_and_ended(tmp_pat
         cleared = await traces.clear(patience_s=0.1, kill_s=30.0)
     assert len(cleared.removed) == 1
     assert cleared.left == ()
-    assert not any(_runs(pid) for pid in orphans)
+    assert not any(is_alive(pid) for pid in orphans)
 
 
 async def test_sockets_and_segments_of_a_killed_process_are_removed(tmp_path: Path, mark: str) -> None:

@@ -20,6 +20,7 @@ import pytest
 from configs.paths import socket_dir
 from configs.schema import Settings
 from console.cli import main
+from tests.fakes.living import is_alive
 
 ROOT = Path(__file__).resolve().parents[2]
 COMMAND = [sys.executable, "-m", "tests.console.up_with_stand_ins"]
@@ -54,7 +55,7 @@ class Up:
         return self.process.returncode, out, err
 
     def assert_nothing_is_left(self) -> None:
-        alive = [process for process in self.descendants if process.is_running() and process.status() != psutil.STATUS_ZOMBIE]
+        alive = [process for process in self.descendants if is_alive(process)]
         assert alive == []
         assert list(socket_dir(Settings(run_dir=self.run_dir)).iterdir()) == []
         orphan = self.run_dir / "orphan"

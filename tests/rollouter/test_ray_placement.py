@@ -21,6 +21,7 @@ from configs.schema import EngineSettings
 from rollouter.engine_errors import EngineStartError
 from rollouter.placement import ray_environment
 from rollouter.ray_server import RayDriver, RayServer
+from tests.fakes.living import is_alive
 
 ROOT = Path(__file__).resolve().parents[2]
 WAIT_S = 120.0
@@ -188,7 +189,7 @@ async def test_nothing_listens_outside_and_nothing_outlives_a_kill(victim: str, 
         assert listening <= {"127.0.0.1", "::1", "::ffff:127.0.0.1"}
         os.kill(owner.pid if victim == "rollouter" else driver, signal.SIGKILL)
         _, alive = await asyncio.to_thread(psutil.wait_procs, tree, 60)
-        assert not [process for process in alive if process.status() != psutil.STATUS_ZOMBIE]
+        assert not [process for process in alive if is_alive(process)]
     finally:
         if owner.returncode is None:
             owner.kill()

@@ -14,7 +14,7 @@ import pytest
 from agent_loop.engine import SamplingParams
 from configs.schema import EngineSettings, WeightSyncSettings
 from rollouter.engine_pool import EnginePool
-from tests.fakes.living import living_children
+from tests.fakes.living import is_alive, living_children
 from tests.fakes.tiny_models import TinyModel, checkpoint_tensors, make_tiny_model
 from tests.fakes.weight_rounds import WeightRounds
 
@@ -46,7 +46,7 @@ async def test_an_engine_is_placed_again_when_its_actor_or_all_of_ray_dies(tmp_p
                 assert actor is not None
                 os.kill(actor.pid if level == "actor" else driver.pid, signal.SIGKILL)
                 await asyncio.to_thread(psutil.wait_procs, [engine], 60)
-                assert not engine.is_running() or engine.status() == psutil.STATUS_ZOMBIE
+                assert not is_alive(engine)
                 generation = await pool.generate(PROMPT, sampling, request_id=level)
                 assert generation.versions.tolist() == [0]
                 assert server.pid != engine.pid

@@ -8,13 +8,13 @@ import sys
 import textwrap
 from pathlib import Path
 
-import psutil
 import pytest
 
 from configs.schema import EngineSettings
 from rollouter.engine_command import EngineShare
 from rollouter.engine_errors import EngineStartError
 from rollouter.vllm_server import VllmServer
+from tests.fakes.living import is_alive
 
 ROOT = Path(__file__).resolve().parents[2]
 WAIT_S = 120.0
@@ -29,7 +29,7 @@ def server_in(directory: Path, **changes: object) -> VllmServer:
 
 
 def is_gone(pid: int) -> bool:
-    return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    return not is_alive(pid)
 
 
 async def until_gone(pid: int) -> None:

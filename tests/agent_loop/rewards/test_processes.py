@@ -20,6 +20,7 @@ from agent_loop.rewards import Score
 from agent_loop.rewards.score import MAX_PART_NAME, MAX_PARTS
 from agent_loop.rewards.weighted import Part, Weighted
 from configs.schema import RewardSettings
+from tests.fakes.living import is_alive, living_children
 
 HERE = "tests.agent_loop.rewards.misbehaving"
 DEADLINE_S = 120.0
@@ -34,19 +35,11 @@ async def rewards(function: str = "by_word", **settings: Any) -> AsyncIterator[W
     async with asyncio.timeout(DEADLINE_S):
         async with opened.running():
             yield opened
-    below = [child for child in psutil.Process().children(recursive=True) if "rewards.worker" in " ".join(child.cmdline())]
-    assert not below
+    assert not living_children("rewards.worker")
 
 
 async def score(reward: Weighted, says: str, truth: Any = "", **extra_info: Any) -> Score:
     return await reward.score(data_source="test", solution_str=says, ground_truth=truth, extra_info=extra_info)
-
-
-def _runs(pid: int) -> bool:
-    try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
 
 
 @pytest.mark.parametrize("word", ["spin-in-c", "spin-in-python", "ignore-signals"])
@@ -69,7 +62,7 @@ async def test_what_a_killed_reward_started_is_killed_with_it_even_in_another_se
     async with rewards(timeout_s=2.0) as reward:
         with pytest.raises(RewardTimeout):
             await score(reward, "children", str(note))
-    assert not any(_runs(int(pid)) for pid in note.read_text().split())
+    assert not any(is_alive(int(pid)) for pid in note.read_text().split())
 
 
 @pytest.mark.parametrize(
@@ -365,6 +358,6 @@ def test_reward_processes_end_with_the_process_that_started_them() -> None:
         assert worker.status() != psutil.STATUS_ZOMBIE
         keeper.kill()
     deadline = time.monotonic() + DEADLINE_S
-    while _runs(worker.pid) and time.monotonic() < deadline:
+    while is_alive(worker.pid) and time.monotonic() < deadline:
         time.sleep(0.01)
-    assert not _runs(worker.pid)
+    assert not is_alive(worker.pid)
