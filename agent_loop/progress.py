@@ -62,6 +62,10 @@ class Recorder(Protocol):
         """Keep the next piece: it survives this process once this returns."""
         ...
 
+    async def add_sampled(self, piece: Sampled) -> None:
+        """The same for what an engine sampled; replies that come together are kept together."""
+        ...
+
     def spoil(self) -> None:
         """What follows cannot be played again over the pieces: they are worth nothing any more."""
         ...
@@ -74,6 +78,9 @@ class Unrecorded:
         return
 
     def add(self, piece: Piece) -> None:
+        return
+
+    async def add_sampled(self, piece: Sampled) -> None:
         return
 
     def spoil(self) -> None:

@@ -292,7 +292,7 @@ class Session:
             if part.stop_reason == "stop" or (part.stop_reason == "length" and num_new < asked):
                 end = part.stop_reason
             if num_new:
-                self._recorder.add(Sampled(generation=part, ends_turn=end))
+                await self._recorder.add_sampled(Sampled(generation=part, ends_turn=end))
             if end is not None:
                 return end
             fruitless = 0 if num_new else fruitless + 1

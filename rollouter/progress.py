@@ -16,7 +16,7 @@ from pathlib import Path
 
 import structlog
 
-from agent_loop.progress import Piece, num_sampled
+from agent_loop.progress import Piece, Sampled, num_sampled
 from rollouter.admission import HeldVersion
 from rollouter.progress_records import Asked, Began, Entry, Got, Over, Place, decode_entry, encode_entry
 from rollouter.progress_rewrite import Kept, Rewrite, note
@@ -93,6 +93,8 @@ class ProgressLog:
         self._rewrite: Rewrite | None = None
         self._open: dict[Place, Recording] = {}
         self._put_off: list[tuple[Place, Entry]] = []
+        self._flushed: asyncio.Future[None] | None = None
+        """Done when what is put off was written, if somebody waits for it."""
         self._noticed_at = -NOTICE_S
 
     def start(self, continued: Mapping[Place, Progress]) -> None:
@@ -135,9 +137,28 @@ class ProgressLog:
         """It survives this process once this returns, and so does all that was begun and ended before."""
         self._append(place, entry)
 
+    def write_soon(self, place: Place, entry: Entry) -> None:
+        """It is written with the next one, or at the end of this turn of the event loop."""
+        self._put_by(place, entry)
+
+    async def written(self) -> None:
+        """Return once what was put off so far survives this process, as far as it can be recorded at all."""
+        if self._put_off:
+            self._flushed = self._flushed or asyncio.get_running_loop().create_future()
+            await asyncio.shield(self._flushed)
+
     def flush(self) -> None:
-        """Write what was put off: beginnings and ends, which go with the next entry of another kind, or at the end of this turn
-        of the event loop. A death in between finds an attempt that had nothing, or one that the journal knows to be over."""
+        """Write what was put off, which goes with the next entry that is not, or at the end of this turn of the event loop: all
+        of it at once. A death in between finds an attempt that had nothing, one that the journal knows to be over, or a reply
+        as if it had not come."""
+        flushed, self._flushed = self._flushed, None
+        try:
+            self._flush()
+        finally:
+            if flushed is not None and not flushed.done():
+                flushed.set_result(None)
+
+    def _flush(self) -> None:
         entries, self._put_off = self._put_off, []
         if self._log is None or not entries:
             return
@@ -257,12 +278,18 @@ class Recording:
 
     def asked(self, num_tokens: int) -> None:
         if not self.is_over:
-            self._progress.write(self._place, Asked(num_tokens=num_tokens))
+            self._progress.write_soon(self._place, Asked(num_tokens=num_tokens))
 
     def add(self, piece: Piece) -> None:
         if not self.is_over:
             self._progress.write(self._place, Got(index=self._num_pieces, piece=piece))
             self._num_pieces += 1
+
+    async def add_sampled(self, piece: Sampled) -> None:
+        if not self.is_over:
+            self._progress.write_soon(self._place, Got(index=self._num_pieces, piece=piece))
+            self._num_pieces += 1
+            await self._progress.written()
 
     def spoil(self) -> None:
         if not self.is_over:

@@ -68,7 +68,7 @@ class Rewrite:
             place = self._todo.popleft()
             kept = self._old_seats.get(place)
             if kept is not None and place not in self.seats:
-                offsets = [self.log.append(self._old.read(offset)) for offset in kept.offsets]
+                offsets = self.log.append_all([self._old.read(offset) for offset in kept.offsets])
                 self.seats[place] = Kept(offsets, kept.num_bytes)
                 if self._clock() >= until:
                     break

@@ -34,6 +34,8 @@ _HEAD = struct.Struct("<4sIQ")
 _LENGTH = struct.Struct("<I")
 HEAD_BYTES = _HEAD.size
 _READ_BYTES = 1 << 20
+_READ_AHEAD_BYTES = 4096
+"""Of a payload, read with its head."""
 _MAX_PARTS = 512
 """Of one write; the system takes 1,024."""
 
@@ -82,8 +84,11 @@ class RecordLog:
 
     def read(self, offset: int) -> bytes:
         """Payload of the record at `offset`. Raises JournalDamaged."""
-        mark, length, checksum = _HEAD.unpack(os.pread(self._file, HEAD_BYTES, offset))
-        payload = os.pread(self._file, length, offset + HEAD_BYTES)
+        found = os.pread(self._file, HEAD_BYTES + _READ_AHEAD_BYTES, offset)
+        mark, length, checksum = _HEAD.unpack_from(found.ljust(HEAD_BYTES, b"\0"))
+        payload = found[HEAD_BYTES : HEAD_BYTES + length]
+        if len(payload) < length and mark == _MARK:
+            payload += os.pread(self._file, length - len(payload), offset + HEAD_BYTES + len(payload))
         if mark != _MARK or len(payload) != length or _checksum(length, [payload], self._seed) != checksum:
             raise JournalDamaged(f"{self.path}: the record at byte {offset} is damaged")
         return payload

@@ -33,6 +33,9 @@ class Kept:
     def add(self, piece: Piece) -> None:
         self.pieces.append(piece)
 
+    async def add_sampled(self, piece: Piece) -> None:
+        self.add(piece)
+
     def spoil(self) -> None:
         self.spoilt = True
 

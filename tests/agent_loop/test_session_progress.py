@@ -70,6 +70,9 @@ class Kept:
         self.pieces.append(piece)
         self.outstanding = 0
 
+    async def add_sampled(self, piece: Piece) -> None:
+        self.add(piece)
+
     def spoil(self) -> None:
         self.is_spoiled = True
 

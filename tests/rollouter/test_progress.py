@@ -19,7 +19,7 @@ from agent_loop.engine import Generation
 from agent_loop.progress import Noted, Piece, Sampled, Shown
 from rollouter import progress as module
 from rollouter.admission import HeldVersion
-from rollouter.progress import ProgressLog, fold, read_progress
+from rollouter.progress import ProgressLog, Recording, fold, read_progress
 from rollouter.progress_records import Asked, Began, Entry, Got, Over, Place, decode_entry, encode_entry
 from rollouter.progress_rewrite import Kept, Rewrite, note
 from sample_bus.errors import JournalError
@@ -312,6 +312,7 @@ async def test_beginnings_and_ends_go_with_the_next_piece_or_at_the_end_of_the_t
     assert A not in read_progress(path)
     second = log.begin(A, 1, HELD)
     second.asked(7)
+    await asyncio.sleep(0)
     assert read_progress(path)[A].num_asked == 7
     second.spoil()
     assert A not in read_progress(path)
@@ -319,6 +320,26 @@ async def test_beginnings_and_ends_go_with_the_next_piece_or_at_the_end_of_the_t
     log.close()
     assert read_progress(path)[A].began.attempt == 2
     await asyncio.sleep(0)
+
+
+async def test_replies_that_come_together_are_written_together_before_anything_follows(tmp_path: Path) -> None:
+    path = tmp_path / "progress.log"
+    log = open_log(path)
+    recordings = [log.begin((f"g{number}", 0), 0, HELD) for number in range(300)]
+    found: list[int] = []
+
+    async def go_on(recording: Recording) -> None:
+        await recording.add_sampled(sampled(1))
+        found.append(sum(len(pieces) for pieces in tokens_of(path).values()))
+
+    await asyncio.gather(*(go_on(recording) for recording in recordings))
+    assert found == [300] * 300
+    cut_off = asyncio.create_task(recordings[0].add_sampled(sampled(1)))
+    await asyncio.sleep(0)
+    cut_off.cancel()
+    await asyncio.gather(cut_off, return_exceptions=True)
+    log.close()
+    assert len(tokens_of(path)["g0", 0]) == 2
 
 
 def test_a_death_while_the_file_is_written_anew_leaves_the_one_before(tmp_path: Path) -> None:
