@@ -28,13 +28,9 @@ def server_in(directory: Path, **changes: object) -> VllmServer:
     return VllmServer("engine-0", settings, socket=directory / "e", log_file=directory / "logs" / "e.log", share=share)
 
 
-def is_gone(pid: int) -> bool:
-    return not is_alive(pid)
-
-
 async def until_gone(pid: int) -> None:
     async with asyncio.timeout(WAIT_S):
-        while not is_gone(pid):  # noqa: ASYNC110 - a process of someone else's
+        while is_alive(pid):  # noqa: ASYNC110 - a process of someone else's
             await asyncio.sleep(0.05)
 
 
@@ -68,7 +64,7 @@ async def test_a_stopped_server_leaves_neither_process_nor_socket(tmp_path: Path
     assert server.pid == pid
     (tmp_path / "e.d" / "left-by-vllm").touch()
     await server.stop()
-    assert is_gone(pid)
+    assert not is_alive(pid)
     assert not server.socket.exists()
     assert not (tmp_path / "e.d").exists()
 
@@ -107,7 +103,7 @@ async def test_a_server_ends_with_the_process_that_started_it(tmp_path: Path) ->
     )
     try:
         pid = await first_number(starter)
-        assert not is_gone(pid)
+        assert is_alive(pid)
         await asyncio.sleep(1.0)  # until it has asked the kernel to end with its starter
         starter.kill()
         await until_gone(pid)
